@@ -297,7 +297,10 @@ def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Ten
             f"target as contrast; or, if target is not None, one of {CONTRASTS}."
         )
     if contrast in ("others", "runner-up") and output.shape[-1] == 1:
-        raise OptionError(f"contrast={contrast!r} needs 2 or more classes, not 1. Pass None.")
+        raise OptionError(
+            f"contrast={contrast!r} compares with other entries, but an output of shape "
+            f"{tuple(output.shape)} has one entry. Pass contrast=None."
+        )
     several = index if index.dim() == 3 else index[:, None]  # (B, n, dims)
     several = several.to(output.device)
     example = torch.arange(len(output), device=output.device)[:, None]

@@ -286,7 +286,7 @@ def _with_others(
 
 
 def changes(network: Network, baselines: Sequence[Tensor]) -> list[Tensor]:
-    """Return each root minus its baseline; an empty ``baselines`` means 0."""
+    """Return each start of the network minus the baseline; an empty ``baselines`` means 0."""
     values = [x.detach() for x in network.roots]
     if not baselines:
         return values
@@ -309,7 +309,7 @@ def _concatenated(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _on_input_tokens(parts: Sequence[Tensor], network: Network) -> Tensor:
-    """Move relevance from the roots to the tokens of the model's input, (B, L, ...)."""
+    """Move relevance from the starts of the network to the model's input tokens, (B, L, ...)."""
     mode = network.mode
     if network.begins is not None:
         return _concatenated(parts)
@@ -327,7 +327,7 @@ def _by_role(
 ) -> dict[Role, Tensor]:
     """Return the relevance of tokens (B, L) for each role; the sum over roles is ``tokens``.
 
-    ``change`` is each root minus its baseline.
+    ``change`` is the result of :func:`changes`.
     """
     labels = network.mode.labels
     found = {role: torch.zeros_like(tokens) for role in ROLES}

@@ -110,7 +110,7 @@ def formed(matrix: Tensor) -> LayerMatrix:
 
 
 def scaled(mixing: LayerMatrix, factor: float) -> LayerMatrix:
-    """Return the matrix multiplied by ``factor``."""
+    """Return a layer's matrix multiplied by a constant ``factor``."""
     if factor == 1:
         return mixing
     return LayerMatrix(lambda r: factor * mixing.rmatvec(r), lambda x: factor * mixing.matvec(x))
@@ -165,8 +165,8 @@ def carry(row: Tensor, later: Layer, earlier: Layer) -> Tensor:
 def stages(layers: Sequence[Layer]) -> list[list[Layer]]:
     """Group layers whose outputs enter the residual stream together, in the order of the run.
 
-    Most groups (stages) have one layer.  Parallel mixers that read the same stream form one stage;
-    if the stream was not recorded, layers of one block with ``joins="parallel"`` do.  A layer with
+    Most groups (stages) have one layer.  Parallel mixers with the same residual stream are one
+    stage, or layers of one block with ``joins="parallel"`` if no stream was recorded.  A layer with
     ``joins="feeds"`` passes its output to the next layer, and shares that layer's stage.
     """
     out: list[list[Layer]] = []

@@ -283,7 +283,7 @@ def start_of(network: Network, rules: Rules, baselines: Baselines) -> list[Tenso
 def coefficients(
     request: Request, questions: Sequence[Against], rule: Rule = "half"
 ) -> list[tuple[Tensor, list[Tensor]]]:
-    """Return the gradients of target numbers in the linear network at each mixer's output.
+    """Return each target's gradients at the mixers' outputs in the linear network.
 
     A mixer output's relevance is the output times this gradient.
 

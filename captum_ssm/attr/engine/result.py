@@ -210,7 +210,7 @@ def load(path: str | Path) -> Any:
 
     Raises:
         DataNotFoundError: if there is no such file.
-        DataError: if the file contains no result, or one of a newer version.
+        DataError: if the file contains no result, or a result of a newer version.
 
     Example:
         >>> import tempfile

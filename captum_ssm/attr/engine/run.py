@@ -149,7 +149,7 @@ class Request:
             return self.output(self.inputs)
 
     def one_output(self, start: Tensor) -> Tensor:
-        """Return the output (1, ...) for one example ``start``, with its additional arguments."""
+        """Return the output (1, ...) for an input ``start``, with the first example's arguments."""
         first = BatchPart(slice(0, 1), len(self.inputs))
         return logits_of(call_model(self.forward_func, start, tuple(map(first, self.additional))))
 

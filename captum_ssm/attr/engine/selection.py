@@ -31,7 +31,7 @@ from .states import Term
 
 
 class Factors(NamedTuple):
-    """Factors of the matrices of all states; C channels, N states.
+    """Factors of the matrices of all N states, for C channels.
 
     Attributes:
         query: Q (B, L, C, N), the weight with which token i reads a state.

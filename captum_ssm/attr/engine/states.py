@@ -3,7 +3,7 @@
 A recurrence whose decay is diagonal never mixes its N states, so a channel's matrix is the sum of
 one matrix per state (hidden-attention paper, eq. 16):
 
-    alpha[m][i, j] = C[i, m] (product of the decays of m over j+1..i) B[j, m],   j <= i
+    alpha[m][i, j] = C[i, m] (product of state m's decays over j+1..i) B[j, m],   j <= i
 
 Factors around the recurrence (gate, convolution, flips, padding) are the same for every state.
 """

@@ -136,7 +136,7 @@ class Codec:
             ) from None
 
     def names(self, ids: Tensor) -> list[str]:
-        """Return the text of each token, or the name in the vocabulary if it has no text."""
+        """Return each token's text, or the name in the vocabulary for a token without text."""
         read = {token: self._read(token) for token in set(ids.tolist())}
         return [read[token] for token in ids.tolist()]
 

@@ -46,7 +46,7 @@ class Hop:
     Attributes:
         prompt: relevance of each prompt token (S, P).
         text: relevance of each token of the generated text (S, n), to be passed on.
-        unresolved: relevance (S, n) that stays on generated tokens, whose row's sum is too small.
+        unresolved: relevance (S, n) left on generated tokens whose rows have too small sums.
         constants: relevance of constants and of tokens that the model inserts (S,).
     """
 

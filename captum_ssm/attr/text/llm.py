@@ -188,7 +188,7 @@ class SSMLLMAttribution(Attribution):
     def _explained(
         self, prompt: Prompt, text: Tensor, asked: _Asked, options: Mapping[str, Any]
     ) -> SSMLLMAttributionResult:
-        """Explain one text (n,), by its spans or by its tokens."""
+        """Explain one text, given as token ids (n,), span by span or token by token."""
         length = len(prompt.ids)
         ids = torch.cat([prompt.ids, text[:-1]])[None].to(self._device)  # without the last token
         if asked.spans is not None:

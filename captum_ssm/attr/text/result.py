@@ -216,7 +216,7 @@ class SSMLLMAttributionResult(Result, LLMAttributionResult):
         return f"SSMLLMAttributionResult({made} tokens of an answer to {read} of a prompt)"
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one dictionary per token of the text and feature of the prompt, or per span."""
+        """Return one dictionary per text token and prompt feature, or the rows of ``spans``."""
         if self.spans is not None:
             return self.spans.rows()
         return [

@@ -2,8 +2,9 @@
 
     T_i(x_j) = W_out Post_i sum over k of (M[i, j + k] + delta D) phi[k][j + k]
 
-is a vector of the residual stream's width E for every query token i and source token j. Here M is
-the scan's matrix, D the skip, Post_i a factor after the scan, and phi are shares, see :mod:`.taps`.
+is a vector of the residual stream's width E, for a query token i and a source token j. M is the
+scan's matrix, delta D the skip within a token, Post_i the factor after the scan at token i, and
+phi[k] the share of the input that passes tap k of the convolution (see :mod:`.taps`).
 
     output[i] = sum over j of T_i(x_j) + constant[i]
 
@@ -271,7 +272,7 @@ def locals_and_cores(operator: Operator, like: Tensor) -> list[tuple[Sequence[Op
 def _local_and_core(
     parts: tuple[Operator, ...], like: Tensor
 ) -> tuple[Sequence[Operator], Operator]:
-    """Split one product after the innermost part that mixes channels within tokens."""
+    """Split one product into local parts and core; see :func:`locals_and_cores`."""
     mixing = [i for i, p in enumerate(parts) if _mixes_channels(p) and not p.mixes_tokens]
     local = parts[: mixing[-1] + 1] if mixing else ()
     core = parts[len(local) :]

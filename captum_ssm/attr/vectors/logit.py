@@ -197,7 +197,7 @@ class _Direct:
 
 
 def _direct(run: Run, question: Question) -> _Direct:
-    """Run the backward pass of one target along the direct paths."""
+    """Run one target's backward pass along direct paths, and return the results of this pass."""
     paths, layers = run.paths, run.layers
     assert paths is not None and question.selected is not None
     if any(layer.map is not None for layer in layers):

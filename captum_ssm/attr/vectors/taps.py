@@ -114,7 +114,7 @@ def products(operator: Operator) -> list[list[Operator]]:
 
 
 def silenced(operator: Operator) -> Operator:
-    """Replace activations by 0, so that only the constants added after them are left."""
+    """Replace activations with 0, so that only constants added after activations are left."""
     if isinstance(operator, Chain):
         return Chain(*(silenced(part) for part in operator.parts))
     if isinstance(operator, Sum):
