@@ -135,6 +135,12 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
             load(path)
 
 
+def test_values_that_are_not_tensors_are_refused(tmp_path: Path) -> None:
+    found: Any = Comparison({"mine": 1j})  # type: ignore[dict-item]
+    with pytest.raises(InputError, match=r"contains 1j \(complex\). Pass tensors"):
+        found.save(tmp_path / "found.json")
+
+
 def test_names_are_as_many_as_tokens() -> None:
     found = Comparison({"one": torch.zeros(2, 3)})
     for names in (["a", "b", "c"], [["a", "b"]] * 2, "abc"):
