@@ -79,8 +79,8 @@ def kept_positions(
 ) -> Kept | None:
     """Return the positions at which the head is needed; None if it must run at all positions.
 
-    A head with 50,000 tokens takes as much memory as many layers.  Transformers language models
-    have an argument for the positions of the head, which changes nothing else.
+    A head with a vocabulary of 50,000 takes as much memory as many layers.  Transformers language
+    models have an argument for the positions of the head, which changes nothing else.
 
     Args:
         forward_func: the function that runs the model.

@@ -253,7 +253,7 @@ def embeddings_of(forward_func: Callable[..., Any], ids: Tensor) -> Tensor | Non
 
 @contextmanager
 def _embeddable(inputs: Tensor) -> Iterator[None]:
-    """Replace torch's errors in an embedding layer by errors that name ``inputs``."""
+    """Replace torch's errors in an embedding layer with errors that name ``inputs``."""
     try:
         yield
     except (RuntimeError, IndexError) as error:
@@ -298,7 +298,7 @@ def _named(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 @contextmanager
 def _embedded(model: nn.Module, embeddings: Tensor) -> Iterator[None]:
-    """Replace the output of the model's first embedding layer inside the ``with``."""
+    """Make the model's first embedding layer return ``embeddings`` inside the ``with``."""
     layer = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if layer is None:
         raise InputError("inputs are floating, but the model has no nn.Embedding. Pass token ids.")

@@ -183,7 +183,7 @@ def spread_over_features(relevance: Tensor, inputs: Tensor, per_token: bool) -> 
 
 
 def spread_over_image(grid: Tensor, images: Tensor) -> Tensor:
-    """Interpolate (B, h, w) bilinearly to (B, C, H, W), with equal values in all channels."""
+    """Interpolate a grid (B, h, w) bilinearly to (B, C, H, W), with equal values in channels."""
     size = images.shape[-2:]
     pixels = F.interpolate(grid.unsqueeze(1), size=size, mode="bilinear", align_corners=False)
     return pixels.expand(-1, images.shape[1], -1, -1)

@@ -58,7 +58,7 @@ def _positions(query: int | Sequence[int] | Tensor) -> Tensor:
 
 
 def needs_readers(query: Query) -> bool:
-    """Return True if the query may have to be found by a backward pass, :func:`tokens_read`."""
+    """Return True if the query may have to be found by the backward pass in :func:`tokens_read`."""
     return query is None or query == "cls"
 
 

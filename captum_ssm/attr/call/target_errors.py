@@ -35,7 +35,7 @@ def is_no_integer(target: Any, part: Any, output: Tensor) -> TargetError:
 
 
 def is_of_another_batch(target: Any, count: int, output: Tensor) -> TargetError:
-    """Return the error for a list or tensor whose length is not the number of examples."""
+    """Return the error for a target with ``count`` entries, if the batch has a different size."""
     entries = "1 entry" if count == 1 else f"{count} entries"
     return TargetError(
         f"target={shown(target)} has {entries} for a batch of {len(output)} examples"

@@ -129,7 +129,7 @@ def as_asked(results: Sequence[Tensor], target: Any) -> Tensor:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Return the tensor that targets index: the model's output, or its attribute ``logits``."""
+    """Return the tensor that targets refer to: the output, or a part such as ``logits``."""
     if isinstance(output, Tensor):
         return output
     logits = getattr(output, "logits", None)
