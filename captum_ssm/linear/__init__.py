@@ -3,8 +3,8 @@
 from .blocks import along_all_paths, outside
 from .constants import Ledger, contribution
 from .direct import DirectPaths, Local, direct_paths
-from .mode import Linearising
-from .network import Network, Step, linearised
+from .mode import Linearizing
+from .network import Network, Step, linearized
 from .shares import FAMILY, Rule
 from .sites import Site, find_site
 
@@ -12,7 +12,7 @@ __all__ = [
     "FAMILY",
     "DirectPaths",
     "Ledger",
-    "Linearising",
+    "Linearizing",
     "Local",
     "Network",
     "Rule",
@@ -22,6 +22,6 @@ __all__ = [
     "contribution",
     "direct_paths",
     "find_site",
-    "linearised",
+    "linearized",
     "outside",
 ]

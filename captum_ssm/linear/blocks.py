@@ -25,7 +25,7 @@ from ..tracing.changes import instead, of_this_thread
 from ..tracing.hooks import swapped, tensors_in
 
 if TYPE_CHECKING:
-    from .mode import Linearising
+    from .mode import Linearizing
     from .network import Network, Step
 
 #: A sort key that gives the position of a mixer's call in the run.
@@ -302,7 +302,7 @@ class _BlockCall:
         found, self._arrived = self._arrived or [None] * len(self.sizes), []
         return found
 
-    def check_same(self, left: Sequence[Tensor], mode: Linearising) -> None:
+    def check_same(self, left: Sequence[Tensor], mode: Linearizing) -> None:
         """Raise NotLinearError if the block returned different tensors when it ran again."""
         if [x.shape for x in left] != self.sizes or any(map(mode.is_bent, left)):
             raise NotLinearError(

@@ -21,7 +21,7 @@ from ..tracing.hooks import hooked, swap_first
 from ..tracing.observe import Arguments, Watcher
 from ..tracing.parts import INPUT, Part, place
 from ..tracing.replays import Replays
-from .mode import Linearising
+from .mode import Linearizing
 from .network import under_rules
 
 
@@ -76,7 +76,7 @@ class DirectPaths(Watcher):
         [(1, 4), (1, 4), (1, 4)]
     """
 
-    mode: Linearising
+    mode: Linearizing
     entries: list[Local] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     locals: list[Local] = field(default_factory=list)

@@ -94,7 +94,7 @@ class LookUp:
     table: Tensor
 
 
-class Linearising(TorchFunctionMode):
+class Linearizing(TorchFunctionMode):
     """A torch function mode in which a forward run leaves a graph that is linear in the input.
 
     Attributes:

@@ -44,7 +44,7 @@ from ..tracing.verification import (
 )
 from .blocks import Blocks, lists_of_blocks
 from .kernels import entries
-from .mode import Linearising
+from .mode import Linearizing
 from .reading import Reading, is_read, mask_of
 from .shares import FAMILY, Rule, is_shared, shared
 from .sites import Site, SiteActivation, Sites
@@ -77,14 +77,14 @@ class Step:
 
 @dataclass(eq=False)
 class Network(Watcher):
-    """A network linear in its input, as :func:`linearised` yields it.
+    """A network linear in its input, as :func:`linearized` yields it.
 
     Attributes:
         mode: the rules and the constants.
         mixers: the mixers of the model.
         sites: the activations that are read or cut.
         keeps_steps: whether the inputs and outputs of mixers are kept. Default: True.
-        verify: whether operators are checked; see :func:`linearised`. Default: False.
+        verify: whether operators are checked; see :func:`linearized`. Default: False.
         begins: the activation from which the network is explained. Default: None, the input.
         calls: the number of calls of each mixer so far. Default: none.
         granted: the largest error that was accepted of an operator. Default: 0.
@@ -98,17 +98,17 @@ class Network(Watcher):
 
     Example:
         >>> import torch
-        >>> from captum_ssm.linear import linearised
+        >>> from captum_ssm.linear import linearized
         >>> from captum_ssm.models import load_bundled
         >>> model, tokenizer = load_bundled()
         >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
-        >>> with linearised(model, ids) as network:
+        >>> with linearized(model, ids) as network:
         ...     _ = model(ids)
         >>> [step.name for step in network.steps], tuple(network.root.shape[:2])
         (['backbone.layers.0.mixer', 'backbone.layers.1.mixer'], (1, 4))
     """
 
-    mode: Linearising
+    mode: Linearizing
     mixers: Sequence[Mixer]
     sites: Sites
     keeps_steps: bool = True
@@ -399,7 +399,7 @@ class Network(Watcher):
 
 
 @contextmanager
-def linearised(
+def linearized(
     model: nn.Module,
     inputs: Tensor,
     *,
@@ -453,11 +453,11 @@ def linearised(
 
     Example:
         >>> import torch
-        >>> from captum_ssm.linear import linearised
+        >>> from captum_ssm.linear import linearized
         >>> from captum_ssm.models import load_bundled
         >>> model, tokenizer = load_bundled()
         >>> ids = torch.tensor([tokenizer.encode("anna owns the lamp")])
-        >>> with linearised(model, ids, constants=False) as network:
+        >>> with linearized(model, ids, constants=False) as network:
         ...     logit = model(ids).logits[0, -1, 5]
         >>> (gradient,) = torch.autograd.grad(logit, network.root)
         >>> torch.allclose((gradient * network.root).sum(), logit, atol=1e-4)
@@ -506,7 +506,7 @@ def under_rules(
     rule: Rule = "frozen",
     by_role: bool = False,
     constants: bool = True,
-) -> Iterator[Linearising]:
+) -> Iterator[Linearizing]:
     """Apply the rules for torch functions to the runs of a model inside the ``with``.
 
     A watcher of the run handles the mixers: :class:`Network` or :class:`.DirectPaths`.
@@ -517,7 +517,7 @@ def under_rules(
         return name_of_running(names, otherwise or type(model).__name__)
 
     ids = None if inputs.is_floating_point() else inputs
-    mode = Linearising(ids, rule, where, constants, by_role)
+    mode = Linearizing(ids, rule, where, constants, by_role)
     mode.tell.update(refusals(model))
     if ids is None:
         mode.begin(inputs)
@@ -532,7 +532,7 @@ def under_rules(
 
 
 def through(
-    linear: LinearMixer, mode: Linearising, inside: Callable[[Tensor], Tensor] | None = None
+    linear: LinearMixer, mode: Linearizing, inside: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """Compute a mixer's output (B, L, E) by its operator, with a linear graph.
 
@@ -558,7 +558,7 @@ def _cut(operator: Operator, rule: Rule) -> None:
 
 
 def _apply(
-    operator: Operator, values: list[Tensor], mode: Linearising, mask: Tensor | None
+    operator: Operator, values: list[Tensor], mode: Linearizing, mask: Tensor | None
 ) -> Tensor:
     """Apply an operator and its offset to values (B, L, H, P), with a graph linear by the rule.
 

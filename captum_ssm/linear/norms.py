@@ -14,7 +14,7 @@ from ..errors import InputError, OptionError
 from ..mixers.base import first_tensor
 from ..tracing.hooks import hooked
 from ..tracing.repair.fused import unfused
-from .mode import Linearising
+from .mode import Linearizing
 from .rules import RULES, plain
 
 #: Norm functions of torch. Each is computed by its rule, whose root this mode then detaches.
@@ -117,7 +117,7 @@ class _Norms(TorchFunctionMode):
         kwargs, name = kwargs or {}, plain(func.__name__)
         if name in _NORMS:
             with self:  # meets the root in the rule
-                return RULES[name](cast(Linearising, self), func, args, kwargs)
+                return RULES[name](cast(Linearizing, self), func, args, kwargs)
         out = func(*args, **kwargs)
         return self._root(name, out) if _is_root(name, args, kwargs, out) else out
 

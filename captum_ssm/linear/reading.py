@@ -36,7 +36,7 @@ from ..tracing.split import is_split
 from .divided import Core, divided
 
 if TYPE_CHECKING:
-    from .mode import Linearising
+    from .mode import Linearizing
 
 #: The role of each factor of a kernel, and the factor's token dimension.
 Roles = Mapping[str, tuple[Role, int]]
@@ -75,7 +75,7 @@ class Reading:
     """
 
     def __init__(
-        self, mode: Linearising, sequence: Tensor | None = None, continues: bool = False
+        self, mode: Linearizing, sequence: Tensor | None = None, continues: bool = False
     ) -> None:
         self.mode, self.continues = mode, continues
         self._entered = None if sequence is None else sequence.grad_fn

@@ -30,10 +30,10 @@ from ..operators.kernels.truths import holds, may_hold_any
 from .constants import once
 
 if TYPE_CHECKING:
-    from .mode import Linearising
+    from .mode import Linearizing
 
 #: A rule: a function of the mode, the torch function, and the arguments of the torch function.
-Rule = Callable[["Linearising", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Rule = Callable[["Linearizing", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 #: The usual name of the torch function behind each Python operator and each alias.
 ALIASES = {
@@ -113,7 +113,7 @@ def plain(name: str) -> str:
     return ALIASES.get(name, name)
 
 
-def linear(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def linear(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a linear function that keeps numbers; a view of an activation's output stays marked."""
     out = func(*args, **kwargs)
     if mode.is_bent(args[0]):
@@ -122,18 +122,18 @@ def linear(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str
     return out
 
 
-def mixing(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def mixing(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a linear function that returns no view."""
     return func(*args, **kwargs)
 
 
-def extremum(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def extremum(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call max or min over entries as a linear function; freeze max or min of two tensors."""
     of_two = isinstance(kwargs.get("other", args[1] if len(args) > 1 else None), Tensor)
     return frozen(mode, func, args, kwargs) if of_two else func(*args, **kwargs)
 
 
-def affine(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def affine(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function that combines tensors side by side; record its constant arguments."""
     out = func(*args, **kwargs)
     return (
@@ -141,7 +141,7 @@ def affine(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str
     )
 
 
-def filling(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def filling(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call where, pad or masked_fill; record the constant arguments, including plain numbers."""
     out = func(*args, **kwargs)
     values = (*args, *kwargs.values())
@@ -152,7 +152,7 @@ def filling(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _beside(
-    mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> Any:
     """Record the result for inputs of zeros as a constant of ``out``, and return ``out``."""
     kwargs = {name: mode.constant_part(value) for name, value in kwargs.items()}
@@ -160,7 +160,7 @@ def _beside(
     return mode.ledger.included(out, constant) if may_hold_any(constant) else out
 
 
-def summing(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def summing(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Add or subtract two arguments; record a constant argument, which may be a number."""
     (x, other), kwargs = positional(args, kwargs, "input", "other")
     out = func(x, other, **kwargs)
@@ -177,7 +177,7 @@ def summing(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[st
     return out
 
 
-def assigning(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def assigning(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Assign x[index] = value; record constant entries of x, or a constant value."""
     base, index, value = args
     if mode.is_live(base) and mode.is_live(value):
@@ -190,18 +190,18 @@ def assigning(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[
         mode.ledger.included_in(base, rest)
 
 
-def copying(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def copying(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute x.copy_(source) by overwriting x with source and its graph."""
     (x, source), _ = positional(args, kwargs, "self", "src")
     return mode.overwrite(x, source)
 
 
-def product(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def product(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute a product whose relevance is divided among the factors depending on the input."""
     return mode.product(func, args, kwargs)
 
 
-def quotient(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def quotient(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Divide by the frozen denominator; freeze a rounded quotient."""
     if kwargs.get("rounding_mode") is not None:
         return frozen(mode, func, args, kwargs)
@@ -211,14 +211,14 @@ def quotient(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[s
     return func(numerator, denominator)
 
 
-def gated(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def gated(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute glu: the first half of the features times the frozen sigmoid of the second."""
     x, dim = filled(args, kwargs, ("input", "dim"), (-1,))
     stream, gate = x.chunk(2, dim)
     return stream * torch.sigmoid(gate.detach())
 
 
-def log_softmax(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def log_softmax(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute log_softmax as x minus its mean by frozen probabilities, minus their entropy."""
     x = args[0] if args else kwargs["input"]
     logarithms = frozen(mode, func, args, kwargs)
@@ -232,7 +232,7 @@ def log_softmax(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dic
     return out
 
 
-def frozen(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def frozen(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Freeze the result; a function in TANGENT keeps a linear part if the mode's rule needs it."""
     smooth = plain(func.__name__) in TANGENT and bool(args) and mode.is_live(args[0])
     if smooth and mode.follows_tangents:
@@ -244,7 +244,7 @@ def frozen(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str
         return func(*args, **kwargs)
 
 
-def _tangent(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _tangent(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return f(x) as its tangent at x: the frozen slope times x, plus a constant."""
     x, *rest = args
     with torch._C.DisableTorchFunction(), torch.enable_grad():
@@ -262,7 +262,7 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-def bent(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def bent(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return x times the frozen ratio f(x) / x; freeze the result if f(0) is not 0."""
     (x, *rest), kwargs = positional(args, kwargs, "input")
     ratio = _closed_ratio(func, x.detach(), rest, kwargs)
@@ -304,7 +304,7 @@ def _frozen_ratio(x: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tens
     return result.div_(start), result is scratch
 
 
-def power(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def power(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute a positive power as x times a frozen ratio; freeze all other powers."""
     exponent = args[1] if len(args) > 1 else kwargs["exponent"]
     if isinstance(exponent, Tensor) or exponent <= 0:
@@ -312,7 +312,7 @@ def power(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     return bent(mode, func, args, kwargs)
 
 
-def with_bias(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def with_bias(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute linear or a convolution: a product with a weight, plus a bias per output channel."""
     (x, weight, *rest), kwargs = positional(args, kwargs, "input", "weight", "bias")
     bias = rest[0] if rest else None
@@ -325,7 +325,7 @@ def with_bias(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[
 def with_summand(product: Callable[..., Tensor], left: str, right: str) -> Rule:
     """Return the rule of addmm and similar functions: beta * summand + alpha * product."""
 
-    def rule(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def rule(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         (summand, *factors), kwargs = positional(args, kwargs, "input", left, right)
         alpha, beta = kwargs.get("alpha", kwargs.get("value", 1)), kwargs.get("beta", 1)
         terms = beta * summand, alpha * mode.product(product, tuple(factors), {})
@@ -334,7 +334,7 @@ def with_summand(product: Callable[..., Tensor], left: str, right: str) -> Rule:
     return rule
 
 
-def lerp(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def lerp(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute lerp as x + (end - x) * weight."""
     (x, end, weight), _ = positional(args, kwargs, "input", "end", "weight")
     difference = summing(mode, torch.sub, (end, x), {})
@@ -347,31 +347,31 @@ def _summed_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def layer_norm(
-    mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Compute layer_norm: center, and divide by a frozen standard deviation."""
     x, size, weight, bias, eps = filled(
         args, kwargs, ("input", "normalized_shape", "weight", "bias", "eps"), (None, None, 1e-5)
     )
-    out = _standardised(x, tuple(range(-len(size), 0)), eps)
+    out = _standardized(x, tuple(range(-len(size), 0)), eps)
     return _scaled_and_shifted(mode, out, weight, bias).to(x.dtype)
 
 
 def group_norm(
-    mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Compute group_norm: center each channel group, and divide by a frozen deviation."""
     x, groups, weight, bias, eps = filled(
         args, kwargs, ("input", "num_groups", "weight", "bias", "eps"), (None, None, 1e-5)
     )
-    out = _standardised(x.reshape(len(x), groups, -1), (-1,), eps).reshape(x.shape)
+    out = _standardized(x.reshape(len(x), groups, -1), (-1,), eps).reshape(x.shape)
     spread = (-1, *(1,) * (x.dim() - 2))
     weight, bias = (None if p is None else p.view(spread) for p in (weight, bias))
     return _scaled_and_shifted(mode, out, weight, bias).to(x.dtype)
 
 
 def instance_norm(
-    mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Compute instance_norm: center each example's channels, and divide by a frozen deviation."""
     args, kwargs = _named(func, args, kwargs)
@@ -386,13 +386,13 @@ def instance_norm(
         return batch_norm(
             mode, F.batch_norm, (x, mean, variance, weight, bias, False, 0.1, eps), {}
         )
-    out = _standardised(x, tuple(range(2, x.dim())), eps)
+    out = _standardized(x, tuple(range(2, x.dim())), eps)
     spread = (-1, *(1,) * (x.dim() - 2))
     weight, bias = (None if p is None else p.view(spread) for p in (weight, bias))
     return _scaled_and_shifted(mode, out, weight, bias).to(x.dtype)
 
 
-def rms_norm(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def rms_norm(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Compute rms_norm: divide by a frozen root mean square."""
     x, size, weight, eps = filled(
         args, kwargs, ("input", "normalized_shape", "weight", "eps"), (None, None)
@@ -404,7 +404,7 @@ def rms_norm(mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[s
 
 
 def batch_norm(
-    mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Compute batch_norm: an affine map of each channel with the running statistics."""
     args, kwargs = _named(func, args, kwargs)
@@ -440,7 +440,7 @@ def _named(
 
 
 def normalize(
-    mode: Linearising, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Compute normalize: divide vectors by their frozen lengths."""
     x, p, dim, eps = filled(args, kwargs, ("input", "p", "dim", "eps"), (2.0, 1, 1e-12))
@@ -449,16 +449,16 @@ def normalize(
     return out
 
 
-def _standardised(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+def _standardized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
     """Center ``x``, and divide by a frozen standard deviation over ``dims``."""
     wide = _wide(x)
-    centred = wide - wide.mean(dims, keepdim=True)
-    variance = centred.detach().square().mean(dims, keepdim=True)
-    return centred * torch.rsqrt(variance + eps)
+    centered = wide - wide.mean(dims, keepdim=True)
+    variance = centered.detach().square().mean(dims, keepdim=True)
+    return centered * torch.rsqrt(variance + eps)
 
 
 def _scaled_and_shifted(
-    mode: Linearising, out: Tensor, weight: Tensor | None, bias: Tensor | None
+    mode: Linearizing, out: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     out = out if weight is None else out * weight
     return out if bias is None else mode.ledger.included(out + bias, bias)

@@ -15,7 +15,7 @@ from ..errors import LayerError
 from ..operators.kernels.arithmetic import unseen
 from ..tracing import Mixer, find_mixers
 from ..tracing.hooks import hooked
-from .mode import Linearising
+from .mode import Linearizing
 
 #: Suffix of a mixer's name that names the channels of the mixer's heads.
 HEADS = ".heads"
@@ -143,7 +143,7 @@ class Sites:
         met: the activation at each site, in the order of the run. Default: empty.
     """
 
-    mode: Linearising
+    mode: Linearizing
     cut: dict[Site, bool]
     met: dict[Site, SiteActivation] = field(default_factory=dict)
 

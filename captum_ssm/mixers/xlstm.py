@@ -100,7 +100,7 @@ def xlstm_mlstm(module: Any, call: Call) -> LinearMixer:
     centered = torch.cat([scale.new_ones(heads), scale.new_zeros(heads)])
     path.then(
         DirectSum(Chain(*by_cell.parts), Chain(*by_skip.parts)),
-        HeadCentering(path.shape, scale, centred=centered),
+        HeadCentering(path.shape, scale, centered=centered),
     )
     path.scale(torch.cat([scale, torch.ones_like(scale)], 2), "norm").gate(torch.cat([z, z], -1))
 

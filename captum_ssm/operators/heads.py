@@ -339,7 +339,7 @@ class HeadCentering(Operator):
         like: a tensor with the dtype and device to use.
         component: name of the mixer's part that it represents. Default: ``"norm"``.
         across: whether the mean is over all heads; the weight is then 1 - 1/C. Default: False.
-        centred: 1 for heads to center, 0 for heads to leave unchanged (H,). Default: None, all
+        centered: 1 for heads to center, 0 for heads to leave unchanged (H,). Default: None, all
             heads are centered.
 
     Example:
@@ -359,23 +359,23 @@ class HeadCentering(Operator):
         like: Tensor,
         component: str | None = "norm",
         across: bool = False,
-        centred: Tensor | None = None,
+        centered: Tensor | None = None,
     ) -> None:
         self.shape = shape
         self.component = component
         self.across = across
         self._of = (-1, -2) if across else (-1,)
-        chosen = like.new_ones(shape.heads) if centred is None else centred
-        self._centred = chosen.detach().to(like)[:, None]  # (H, 1)
+        chosen = like.new_ones(shape.heads) if centered is None else centered
+        self._centered = chosen.detach().to(like)[:, None]  # (H, 1)
 
     def apply(self, v: Tensor) -> Tensor:
-        return v - self._centred * v.mean(self._of, keepdim=True)
+        return v - self._centered * v.mean(self._of, keepdim=True)
 
     def transpose(self, u: Tensor) -> Tensor:
-        return u - (self._centred * u).mean(self._of, keepdim=True)
+        return u - (self._centered * u).mean(self._of, keepdim=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"centred": self._centred}
+        return {"centered": self._centered}
 
     def select(self, heads: Sequence[int]) -> Operator:
         if self.across:
@@ -384,12 +384,12 @@ class HeadCentering(Operator):
                 "Call per_channel() first, which drops the mixing between channels, then select "
                 "heads of the result."
             )
-        shape, centred = self.shape._replace(heads=len(heads)), self._centred[list(heads), 0]
-        return HeadCentering(shape, centred, self.component, centred=centred)
+        shape, centered = self.shape._replace(heads=len(heads)), self._centered[list(heads), 0]
+        return HeadCentering(shape, centered, self.component, centered=centered)
 
     def per_channel(self) -> Operator:
         channels = self.shape.per_head * (self.shape.heads if self.across else 1)
-        share = 1 - self._centred / channels
+        share = 1 - self._centered / channels
         return Diagonal(share[None, None], self.shape, self.component)
 
 

@@ -20,7 +20,7 @@ from torch.overrides import _get_current_function_mode_stack
 from ..edges import Edges, knock_out
 from ..errors import CaptumSSMError, GradientModeError, PaddedExampleError
 from .options import OPTIONS, TARGET, ByKind, Values
-from .small import HIDDEN, Vision, padded_ids, randomised
+from .small import HIDDEN, Vision, padded_ids, randomized
 from .small import language as small_language
 
 #: The clauses, in the order of their checks.
@@ -159,7 +159,7 @@ class _Checker:
         self._halved: dict[str, _Case] = {}
         # Weights and inputs that bfloat16 holds exactly: precision compares with the same numbers.
         model, (ids, mask) = (language or small_language)().bfloat16().double(), padded_ids()
-        vision = randomised(Vision()).bfloat16().double()
+        vision = randomized(Vision()).bfloat16().double()
         embedded = model.get_input_embeddings()(ids).detach()
         pictures = torch.randn(2, 3, 12, 12).bfloat16().double()
         self.cases = {

@@ -32,7 +32,7 @@ def language() -> Any:
     """Return a small Mamba language model with a vocabulary of 19 tokens."""
     from transformers import MambaForCausalLM
 
-    return randomised(MambaForCausalLM(_config()))
+    return randomized(MambaForCausalLM(_config()))
 
 
 class Vision(nn.Module):
@@ -58,7 +58,7 @@ class Vision(nn.Module):
 
 
 @torch.no_grad()
-def randomised(model: nn.Module) -> nn.Module:
+def randomized(model: nn.Module) -> nn.Module:
     """Give a model random weights, scaled so that every earlier token has influence."""
     for name, parameter in model.named_parameters():
         noise = torch.randn_like(parameter)

@@ -17,7 +17,7 @@ from zoo.mamba import transformers_model
 from captum_ssm import LatimFlow, MambaLRP, SSMLLMAttribution
 from captum_ssm.attr.engine.decompose import Decomposition
 from captum_ssm.errors import NotLinearError, OptionError
-from captum_ssm.linear import linearised
+from captum_ssm.linear import linearized
 from captum_ssm.models import load_bundled
 from captum_ssm.tracing import find_mixers
 
@@ -67,7 +67,7 @@ def test_each_stream_sums_to_the_output(
 ) -> None:
     """With the constants behind it, where tensors enter several blocks, or are read before."""
     case = make(name, monkeypatch)
-    with linearised(case.model, case.inputs) as network:
+    with linearized(case.model, case.inputs) as network:
         case.model(case.inputs)
     mixers = [step.name for step in network.steps]
     found = frozen_flow(case.model, recompute=again).decompose(case.inputs, (-1, 3))

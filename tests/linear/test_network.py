@@ -12,7 +12,7 @@ from zoo.networks import STRAIGHT_IN
 from captum_ssm import LatimFlow
 from captum_ssm.attr.call.targets import logits_of
 from captum_ssm.attr.engine.decompose import Decomposition
-from captum_ssm.linear import linearised
+from captum_ssm.linear import linearized
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ def imbalance(found: Decomposition) -> float:
 
 
 def under_the_rules(case: architectures.Case, gate: str) -> Tensor:
-    with linearised(case.model, case.inputs, rule=gate) as network:
+    with linearized(case.model, case.inputs, rule=gate) as network:
         return logits_of(case.model(network.mode.begun(case.inputs)))
 
 

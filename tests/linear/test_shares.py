@@ -20,7 +20,7 @@ from zoo.mamba import transformers_model
 from captum_ssm import LatimFlow
 from captum_ssm.attr.engine.decompose import Decomposition
 from captum_ssm.linear import FAMILY
-from captum_ssm.linear.mode import Linearising
+from captum_ssm.linear.mode import Linearizing
 from captum_ssm.linear.network import through
 from captum_ssm.mixers import LinearMixer
 from captum_ssm.operators import Chain, Diagonal, ElementwiseRecurrence, Operator, Shape, Sum
@@ -169,7 +169,7 @@ def test_padding_changes_nothing(
 
 def given_by(operator: Operator, v: Tensor, rule: Any, mask: Tensor | None) -> Tensor:
     """What a mixer of this operator alone returns under the rules."""
-    mode = Linearising(None, rule, where=lambda _: "")
+    mode = Linearizing(None, rule, where=lambda _: "")
     linear = LinearMixer(v, operator, project=lambda y: y, mask=mask)
     with mode:
         return through(linear, mode)

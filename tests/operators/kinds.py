@@ -474,14 +474,14 @@ def centering(shape: Shape) -> Case:
     """Every second head is centered."""
     batch, tokens, heads, per_head = shape
 
-    def matrices(centred: Tensor) -> Tensor:
-        share = torch.eye(per_head) - centred[:, None, None].expand(-1, per_head, -1) / per_head
+    def matrices(centered: Tensor) -> Tensor:
+        share = torch.eye(per_head) - centered[:, None, None].expand(-1, per_head, -1) / per_head
         every = share[:, :, :, None, None] * torch.eye(tokens).double()
         return every.expand(batch, *every.shape)
 
-    centred = (torch.arange(heads) % 2 == 0).double()
-    make = lambda centred: HeadCentering(shape, centred, centred=centred)  # noqa: E731
-    return Case(make, matrices, {"centred": centred})
+    centered = (torch.arange(heads) % 2 == 0).double()
+    make = lambda centered: HeadCentering(shape, centered, centered=centered)  # noqa: E731
+    return Case(make, matrices, {"centered": centered})
 
 
 # --- an operator that leaves everything to be derived --------------------------------------------

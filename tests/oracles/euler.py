@@ -12,7 +12,7 @@ from torch import Tensor
 
 import oracles
 from captum_ssm.linear import contribution
-from captum_ssm.linear.mode import Linearising
+from captum_ssm.linear.mode import Linearizing
 
 #: Largest errors, by dtype.
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 2e-3}
@@ -41,7 +41,7 @@ class Found:
         return any(out.requires_grad for out in self.outputs)
 
 
-class Watched(Linearising):
+class Watched(Linearizing):
     """The rules, and the names of all functions that they are asked about."""
 
     def __init__(self, *args: Any) -> None:

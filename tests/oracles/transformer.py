@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from captum_ssm import trace
-from captum_ssm.linear import linearised
+from captum_ssm.linear import linearized
 from oracles import PRESETS
 
 
@@ -144,7 +144,7 @@ def channel_betas(model, inputs, select, form):
     with trace(model, graph="all") as record:
         number = select(model(inputs))
     real = torch.autograd.grad(number.sum(), [layer.output for layer in record.layers])
-    with linearised(model, inputs, rule="half") as network:
+    with linearized(model, inputs, rule="half") as network:
         start = network.mode.begun(inputs)
         number = select(model(start))
         lower = torch.autograd.grad(number.sum(), [s.output for s in network.steps])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import GradientModeError, NotLinearError
-from ...linear import Linearising, Network, Step, along_all_paths, contribution, outside
+from ...linear import Linearizing, Network, Step, along_all_paths, contribution, outside
 from ...operators.base import Role
 from ...operators.coefficients import ROLES
 from ...operators.kernels.arithmetic import autocast_dtype, sum_tensors
@@ -235,7 +235,7 @@ def _as_sequence(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _example_by_example(
-    mode: Linearising, output: Tensor, constant: Tensor | None, starts: Sequence[Tensor]
+    mode: Linearizing, output: Tensor, constant: Tensor | None, starts: Sequence[Tensor]
 ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
     """Run one backward pass per example; return all gradients at ``starts``, and the biases."""
     passes = []
@@ -355,7 +355,7 @@ def _by_role(
 
 
 def account(
-    mode: Linearising,
+    mode: Linearizing,
     output: Tensor,
     constant: Tensor | None,
     wanted: Sequence[Tensor],

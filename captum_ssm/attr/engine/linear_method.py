@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ...linear import Network, Rule, linearised
+from ...linear import Network, Rule, linearized
 from ...operators.kernels.arithmetic import unseen
 from ..call import checks
 from ..call.head import Kept, kept_positions
@@ -326,7 +326,7 @@ def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tenso
     if not request.inputs.is_floating_point():  # ids are identified by their memory address
         ids = request.inputs.clone(memory_format=torch.contiguous_format)
         request = replace(request, inputs=ids)
-    with linearised(
+    with linearized(
         request.model,
         request.ids,
         rule=rules.rule,
