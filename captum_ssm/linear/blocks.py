@@ -40,7 +40,7 @@ def outside(number: int) -> Place:
 
 
 def lists_of_blocks(model: nn.Module, mixers: Sequence[Mixer]) -> dict[nn.Module, str]:
-    """Return the members and names of the innermost module lists that contain mixers' blocks.
+    """Return the members, with names, of the innermost module lists that contain mixers' blocks.
 
     Raises:
         OptionError: if no module list contains such a block.
@@ -293,12 +293,12 @@ class _BlockCall:
         self._arrived: list[Tensor | None] = []
 
     def arrives(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add gradients at the block's outputs to the sum that :meth:`taken` returns."""
+        """Add gradients at the block's outputs to the sums that :meth:`taken` returns."""
         before = self._arrived or [None] * len(gradients)
         self._arrived = [plus(*pair) for pair in zip(before, gradients, strict=True)]
 
     def taken(self) -> list[Tensor | None]:
-        """Return the sum of the gradients added so far, and reset it."""
+        """Return the sums of gradients at the block's outputs, and reset the sums."""
         found, self._arrived = self._arrived or [None] * len(self.sizes), []
         return found
 
@@ -312,7 +312,7 @@ class _BlockCall:
 
 
 class _Returned(torch.autograd.Function):
-    """Adds a block's outputs to the graph, and keeps gradients until the block runs again."""
+    """Adds a block's outputs to the graph; backward stores gradients until the block runs again."""
 
     @staticmethod
     def forward(

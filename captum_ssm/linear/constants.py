@@ -119,7 +119,7 @@ class Ledger:
             self._entry = before
 
     def write_rest(self, rest: Tensor) -> None:
-        """Pass the part of the output that reference values contribute, (B,), to the entry."""
+        """Pass the contribution of reference values to the output, (B,), to the set function."""
         if self._entry is not None:
             self._entry(torch.ones_like(rest), rest.detach(), "references")
 

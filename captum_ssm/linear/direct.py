@@ -1,4 +1,4 @@
-"""A network's direct paths: from each module's output to the model's output, through no other one.
+"""Direct paths from each module's output to the model's output, through no other module.
 
 Mixers, and nonlinear modules that act within tokens, such as MLPs, are cut from their inputs. Their
 outputs are the sources of a graph that contains only the residual stream, its norms and the head.
@@ -121,7 +121,7 @@ class DirectPaths(Watcher):
         given: Tensor | None,
         order: Tensor | None,
     ) -> None:
-        """Set the tokens and mixers on which all outputs depend, found by replays of the run.
+        """Find by replays the tokens and mixers on which each output depends, and set both.
 
         Args:
             replays, stages, given, order: see :func:`~captum_ssm.tracing.parts.place`.

@@ -24,7 +24,7 @@ class Core:
     """A kernel's result, or its product with a gate, as a function of factors.
 
     Attributes:
-        reading: the call of the mixer.
+        reading: the mixer call, which runs under the rules.
         run: a function that calls the kernel with its factors as keyword arguments.
         roles: the role of each factor, and the factor's token dimension.
         factors: the factors by name.
@@ -32,7 +32,7 @@ class Core:
         at_rest: the gate's value if its input is 0. Default: 0.
         result: the kernel's output, if there is a gate. Default: None.
         mapped: the linear map of the kernel's output, if there is a gate. Default: None.
-        place: a key that identifies this object among all that divide relevance.
+        key: a key that identifies this object among all that divide relevance.
     """
 
     reading: Reading
@@ -43,10 +43,10 @@ class Core:
     at_rest: float = 0.0
     result: Tensor | None = None
     mapped: Tensor | None = None
-    place: object = field(init=False)
+    key: object = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "place", self.reading.mode.labels.place())
+        object.__setattr__(self, "key", self.reading.mode.labels.new_key())
 
     def gated(self, result: Tensor, mapped: Tensor, gate: Tensor, at_rest: float) -> Core:
         """Return the product of a gate and a linear map of the kernel's result."""
@@ -135,17 +135,17 @@ class Core:
         return torch.lerp(mean, factor, node)
 
     def followed(self, up: Tensor) -> dict[str, Tensor]:
-        """Return the gradients at the factors in ``live``, along paths of the present label."""
+        """Return the gradients at factors in ``live``, along the paths that the pass follows."""
         labels = self.reading.mode.labels
         found, begun = self.averaged(up), labels.begun
         if labels.label == "content":
             for name in found:
                 if self.role(name) != "content":
-                    begun.setdefault(self.role(name), {})[self.place, name] = found[name]
+                    begun.setdefault(self.role(name), {})[self.key, name] = found[name]
                     found[name] = torch.zeros_like(found[name])
         elif labels.label is not None:
             for name in found:
-                before = begun[labels.label].pop((self.place, name), None)
+                before = begun[labels.label].pop((self.key, name), None)
                 found[name] = found[name] if before is None else found[name] + before
         return found
 
@@ -163,7 +163,7 @@ def divided(core: Core, value: Tensor | None = None) -> Tensor:
 
 
 class _Divided(torch.autograd.Function):
-    """Computes a kernel's result, or its product with a gate; backward averages over nodes."""
+    """Computes a kernel's (gated) result; backward divides the gradient among the factors."""
 
     @staticmethod
     def forward(ctx: Any, core: Core, value: Tensor | None, *live: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ _VECTORS = _roles(
 #: Roles for shape (B, H, L, P).
 _PAIRS = _roles(2, content="value", query="query", key="key")
 
-#: Arguments that, if given, make a kernel compute something different from its entry.
+#: Arguments with which a kernel computes something that its entry does not support.
 _OTHERWISE = frozenset(
     (
         *("initial_states", "initial_state", "seq_idx", "cu_seqlens", "cu_seq_lens_q"),
@@ -73,7 +73,7 @@ _LAST = frozenset(("return_last_state", "return_final_states", "output_final_sta
 
 
 def _vectors(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    """Call a kernel of vectors (B, L, ...), with roles by argument name."""
+    """Call a kernel whose arguments are vectors (B, L, ...), with roles by argument name."""
     names = "q", "k", "p", "query", "key"
     called = functools.partial(kernel, *args, **given)
     if not _bind(kernel, args, given):
@@ -125,7 +125,7 @@ def _bind(kernel: Callable[..., Any], args: tuple[Any, ...], given: dict[str, An
 
 
 def _delta(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    """Call a gated delta rule; use a torch form for one token, whose kernel has no gradients."""
+    """Call a gated delta rule; replace the kernel for one token, which has no gradients."""
     called = functools.partial(kernel, *args, **given)
     if not _bind(kernel, args, given):
         return reading.give_up(called)
@@ -183,7 +183,7 @@ def _conv(
     activation: str | None = None,
     **options: Any,
 ) -> Tensor:
-    """Call causal_conv1d_fn on x (B, D, L)."""
+    """Call causal_conv1d_fn on x (B, D, L), with bias and activation as torch functions."""
 
     def convolve(x: Tensor, bias: Tensor | None = bias) -> Tensor:
         return kernel(x, weight, bias, activation=None, **options)
@@ -201,7 +201,7 @@ def _conv(
 
 
 class _Convolved(torch.autograd.Function):
-    """A causal convolution (B, D, L) that saves no tensors; the adjoint convolves reversed time."""
+    """A causal convolution (B, D, L) that saves no tensors; backward convolves reversed tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, convolve: Callable[..., Tensor]) -> Tensor:
@@ -223,7 +223,7 @@ def _conv_of_fla(
     activation: str | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Call flash-linear-attention's causal_conv1d on x (B, L, D)."""
+    """Call fla's causal_conv1d on x (B, L, D), with bias and activation as torch functions."""
 
     def convolve(x: Tensor) -> Tensor:
         out: Tensor = kernel(x=x, weight=weight, bias=None, activation=None, **options)[0]
@@ -249,7 +249,7 @@ def _selective_scan(
     return_last_state: bool = False,
     **options: Any,
 ) -> Any:
-    """Call mamba_ssm's selective_scan_fn, or transformers' mamba_selective_scan."""
+    """Call mamba_ssm's selective_scan_fn or transformers' mamba_selective_scan on u (B, D, L)."""
     options |= {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
     on_processor = u.device.type == "cpu" and B.dim() == C.dim() == 3 and not A.is_complex()
 
@@ -273,7 +273,7 @@ def _by_operator(
     bias: Tensor | None,
     softplus: bool,
 ) -> Tensor:
-    """Compute a selective scan with a gradient only for its content, at half of a kernel's cost."""
+    """Compute a selective scan with a gradient only for ``u``, which halves the kernel's time."""
     wide = torch.promote_types(u.dtype, torch.float32)
     dt, values = delta.to(wide).mT, u.to(wide).mT
     dt = dt if bias is None else dt + bias
@@ -294,7 +294,7 @@ def _conv_step(
     activation: str | None = None,
     **options: Any,
 ) -> Tensor:
-    """Compute causal_conv1d_update on x (B, D, L), after the inputs stored in a cache."""
+    """Compute causal_conv1d_update on x (B, D, L), preceded by the inputs in ``conv_state``."""
     if activation not in ("silu", "swish", None):
         reading.given_up = True
     x = torch.cat([conv_state, x], -1)[..., -(weight.shape[1] - 1 + x.shape[-1]) :]
@@ -407,7 +407,7 @@ def attention(
 
 
 def _of_content(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    """Call a kernel in which only the content has a role; rules with shares need the adapter."""
+    """Call a kernel in which only the content has a role; leave rules for more to the adapter."""
     entry = reading.give_up if reading.mode.divides else functools.partial(_vectors, reading)
     return entry(kernel, *args, **given)
 
@@ -442,13 +442,13 @@ ENTRIES: dict[str, Entry] = {
     **{f"{form}_{name}": _delta for name in _OF_GATED_DELTA.split() for form in _FORMS},
     **{f"{form}_{name}": _of_content for name in _FOR_CONTENT.split() for form in _FORMS},
 }
-#: Entries of kernels that continue from a cache, and the state arguments that others accept.
+#: Entries of kernels that continue from a cache, and state arguments that other entries accept.
 _STEPS = (_conv_step, _scan_step)
 _TAKEN = {_vectors: _STATES | _LAST, _delta: _STATES | _LAST, _selective_scan: _LAST}
 
 
 def _entered(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper of kernels that calls ``entry`` if the running mixer is being read."""
+    """Return a wrapper of kernels that calls ``entry`` in mixers explained by their own code."""
 
     def repaired(kernel: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(kernel)

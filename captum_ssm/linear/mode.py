@@ -21,7 +21,7 @@ from .kernels import attention
 from .reading import Reading
 from .rules import BENT, FROZEN, RULES, VIEWS, plain, positional
 from .shares import Labels, Rule
-from .tags import FOLLOWED, NONE, RECOGNIZED, UNTOLD, Tags
+from .tags import FOLLOWED, NONE, RECOGNIZED, UNKNOWN, Tags
 
 if TYPE_CHECKING:
     from .blocks import Blocks
@@ -36,7 +36,7 @@ _VIEWS = frozenset(["detach", *VIEWS.split()])
 #: Functions whose second factor may be a weight that a kernel has unpacked.
 _WEIGHED = frozenset(["linear", "matmul", "mm"])
 
-#: Functions that also look up ids, but whose results do not show which token is which.
+#: Functions that also look up ids, but whose results do not show each row's token.
 _OUT_OF_SHAPE = frozenset(["index_select", "embedding_bag", "take", "take_along_dim", "gather"])
 
 
@@ -106,15 +106,15 @@ class Linearizing(TorchFunctionMode):
         given: for each token of the root its id's position among the explained ids (B, L'), -1 for
             another id; None if the positions are 0 .. L - 1.
         bends: the number of calls of nonlinear functions so far.
-        at_rest: results of functions that are not 0 at input 0, with the value at input 0.
+        at_rest: for results of functions that are not 0 at 0, such as a sigmoid, the value at 0.
         reading: the mixer call whose own code is running. Default: None.
         defers: whether a function without a linear form is refused only if a gradient reaches it.
             Default: False.
         labels: the paths that a backward pass follows.
         blocks: the blocks that run again in backward passes. Default: None, blocks keep their
             graphs.
-        tell: functions by the name of a torch function, before which they are called with the name
-            and arguments of the torch function; empty at first.
+        checks: by torch function name, a check that is called with the name and the arguments
+            before the torch function runs; empty at first.
 
     Args:
         ids: the explained token ids, at whose look-up the network begins; None if the explained
@@ -153,7 +153,7 @@ class Linearizing(TorchFunctionMode):
         self.bends = 0
         self.reading: Reading | None = None
         self.defers = False
-        self.tell: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], None]] = {}
+        self.checks: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], None]] = {}
         self.given: Tensor | None = None
         self._ids = ids
         self._tags = None if ids is None else Tags(ids)
@@ -226,7 +226,7 @@ class Linearizing(TorchFunctionMode):
             size = None if self.root is None else tuple(self.root.shape)
             raise OptionError(
                 f"baselines are token ids of shape {tuple(ids.shape)}, but the model reads "
-                f"embeddings of shape {size}, or looked up no ids. Pass embeddings."
+                f"embeddings of shape {size}, or looked up no ids. Pass embeddings as baselines."
             )
         with unseen(), torch.no_grad():
             return [x.table[ids.to(x.table.device)] for x in self._tables.values()]
@@ -264,9 +264,9 @@ class Linearizing(TorchFunctionMode):
             return out
         args, kwargs = self.without_weights(args), self.without_weights(kwargs or {})
         name = plain(func.__name__)
-        tell = self.tell.get(name.removesuffix("_"))
-        if tell is not None:
-            tell(name, args, kwargs)
+        check = self.checks.get(name.removesuffix("_"))
+        if check is not None:
+            check(name, args, kwargs)
         if name in _BLANK:
             return self._made_blank(func(*args, **kwargs))
         if self._unwritten:
@@ -359,7 +359,7 @@ class Linearizing(TorchFunctionMode):
     def _is_simple(
         self, kind: object, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> bool:
-        """Return True if a result needs no rule: one tensor, and at most a constant weight."""
+        """Return True if a call needs no rule: it has one tensor and at most a constant weight."""
         x: Any = args[0] if args else None
         if type(x) is not Tensor:
             return False
@@ -423,7 +423,7 @@ class Linearizing(TorchFunctionMode):
             self._bent[x] = True
 
     def resembles(self, x: Tensor, other: Tensor) -> None:
-        """Copy to ``x`` the records about ``other``, of which ``x`` is a copy."""
+        """Copy the mode's records about ``other`` to ``x``, a copy of ``other``."""
         if self.is_bent(other):
             self.mark_bent(x)
         if other in self.at_rest:
@@ -467,7 +467,7 @@ class Linearizing(TorchFunctionMode):
     ) -> Tensor:
         """Compute a product that divides relevance equally among factors depending on the input.
 
-        With the rule ``"frozen"`` factors directly from an activation get none, if others get some.
+        With rule ``"frozen"`` factors directly from an activation get none if there are others.
         """
         live = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
         straight = [a for a in live if not self.is_bent(a)]
@@ -553,7 +553,7 @@ class Linearizing(TorchFunctionMode):
                 return self._of_others(out, ids, table)
         places = tags.places(ids)
         if not bool((places > NONE).any()):
-            return self._of_others(out, ids, table, computed=bool((places == UNTOLD).any()))
+            return self._of_others(out, ids, table, computed=bool((places == UNKNOWN).any()))
         given, kind = tags.by_example(places), int(places.max()) // tags.ids.numel()
         before = self._kind if self._found else kind
         if (before, kind) == (FOLLOWED, RECOGNIZED):
@@ -619,8 +619,8 @@ class Linearizing(TorchFunctionMode):
         match = (given[:, :, None] == before[:, None]) & (given >= 0)[:, :, None]
         if bool(((given >= 0) & ~match.any(-1)).any()):
             raise InputError(
-                "The model looks up token ids in a second look-up that were not in the first, so "
-                "its embeddings are not one input. Pass embeddings (B, L, E) as inputs."
+                "The model looks up token ids twice, the second time ids that the first look-up "
+                "lacks, so no single tensor is the input. Pass embeddings (B, L, E) as inputs."
             )
         behind = (1,) * (out.dim() - 2)
         places = match.long().argmax(-1).view(*given.shape, *behind).expand(out.shape)

@@ -87,14 +87,14 @@ class Network(Watcher):
         verify: whether operators are checked; see :func:`linearized`. Default: False.
         begins: the activation from which the network is explained. Default: None, the input.
         calls: the number of calls of each mixer so far. Default: none.
-        granted: the largest error that was accepted of an operator. Default: 0.
-        mask: True for real tokens (B, L), by the first mixer that reads the input and has a mask;
-            None if none is padding. Default: None.
+        granted: the largest error that was accepted for an operator. Default: 0.
+        mask: True for real tokens (B, L), from the first mixer that reads the input and has a mask;
+            None if no token is padding. Default: None.
         steps: the mixer calls, in the order in which they ran, if they are kept. Default: empty.
-        content_only: for each call of a mixer without factors that could share relevance with the
-            content, the mixer's name. Default: empty.
+        content_only: the names of called mixers in which only the content, and no other factor,
+            can get relevance; one per call. Default: empty.
         continues: whether the run continues from a cache. Default: False.
-        has_past: whether this cache holds anything but zeros. Default: False.
+        has_past: whether the cache has numbers other than zeros. Default: False.
 
     Example:
         >>> import torch
@@ -172,10 +172,10 @@ class Network(Watcher):
         return [self.mode.root, *(x.leaf for x in self.mode.again)]
 
     def met(self, site: Site) -> SiteActivation:
-        """Return the activation at one of ``sites``.
+        """Return the activation that was recorded at one of ``sites``.
 
         Raises:
-            LayerError: if its module did not run.
+            LayerError: if the site's module did not run.
         """
         return self.sites.found(site)
 
@@ -217,10 +217,10 @@ class Network(Watcher):
         return swapped(output, {key: x.view_as(x) for key, x in live.items()})
 
     def reads(self, module: nn.Module, sequence: Tensor | None) -> bool:
-        """Return True if the mixer's own code is read; see :mod:`.reading`.
+        """Return True if the mixer is explained by its own running code; see :mod:`.reading`.
 
-        An operator is needed if heads are read or cut, for the rule ``"half"`` by role, and for a
-        network without constants, which must keep the coefficients of the run with constants.
+        An operator is needed instead if heads are read or cut, for relevance by role with rule
+        ``"half"``, and without constants, to keep the coefficients of the run with constants.
         """
         if sequence is not None and module not in self._is_read:
             by_head = any(site.at == "heads" and site.module is module for site in self.sites.cut)
@@ -241,7 +241,7 @@ class Network(Watcher):
         if kinds:  # with room for tokens to come, or without floating numbers
             raise CachedStateError(
                 f"{name}={type(cache).__name__} was passed, whose layers ({', '.join(kinds)}) "
-                "cannot be split. Fill a DynamicCache, or pass the whole sequence in one call."
+                "cannot be split. Pass a DynamicCache, or pass the whole sequence in one call."
             )
         if self.mode.blocks is not None:
             raise OptionError(
@@ -431,10 +431,10 @@ def linearized(
         constants: whether biases and other constants are kept. Default: True.
         others: further floating inputs, such as images beside a text; run the model on the copies
             ``mode.others``. Default: none.
-        layers: names or modules of the mixers that have adapters to use. Default: None, all.
+        layers: names or modules of the mixers to use. Default: None, all with adapters.
         steps: whether the inputs and outputs of mixers are kept. Default: True.
         verify: whether operators are checked against their modules' outputs; a number is the
-            tolerance. Without constants the mixers are then linearized again. Default: False.
+            tolerance. With ``constants=False`` this linearizes mixers twice. Default: False.
         begins: the activation from which the network is explained; the residual stream around it
             is separate. Default: None, the input.
         cuts: further activations at which the graph ends and begins anew. Default: none.
@@ -518,7 +518,7 @@ def under_rules(
 
     ids = None if inputs.is_floating_point() else inputs
     mode = Linearizing(ids, rule, where, constants, by_role)
-    mode.tell.update(refusals(model))
+    mode.checks.update(refusals(model))
     if ids is None:
         mode.begin(inputs)
     with ExitStack() as stack:
@@ -551,7 +551,7 @@ def through(
 
 
 def _cut(operator: Operator, rule: Rule) -> None:
-    """Detach the coefficients of an operator whose role gets no share with a rule."""
+    """Detach the coefficients of an operator to whose role a rule gives no relevance."""
     for (leaf, name), coefficient in live_coefficients(operator).items():
         if leaf.roles[name] not in FAMILY[rule]:
             leaf.live = {**leaf.live, name: coefficient.detach()}
@@ -560,7 +560,7 @@ def _cut(operator: Operator, rule: Rule) -> None:
 def _apply(
     operator: Operator, values: list[Tensor], mode: Linearizing, mask: Tensor | None
 ) -> Tensor:
-    """Apply an operator and its offset to values (B, L, H, P), with a graph linear by the rule.
+    """Apply an operator with its offset to values (B, L, H, P); the graph follows the rule.
 
     Args:
         operator: the operator.

@@ -17,7 +17,7 @@ from ..tracing.repair.fused import unfused
 from .mode import Linearizing
 from .rules import RULES, plain
 
-#: Norm functions of torch. Each is computed by its rule, whose root this mode then detaches.
+#: Norm functions of torch. Each is computed by its rule in :mod:`.rules`, and its root is detached.
 _NORMS = ("layer_norm", "group_norm", "instance_norm", "rms_norm", "normalize")
 #: Functions that compute a norm's statistic if their result is one number for each token.
 _ROOTS = ("sqrt", "norm", "vector_norm", "std")
@@ -40,7 +40,7 @@ def frozen_norms(
     Args:
         model: the module whose norms are kept. Default: None, none are.
         keep: the explained input: a tensor, or a tuple or mapping of the model's arguments. A batch
-            that is larger by a whole factor repeats the roots. Default: None, each run has its own.
+            that is larger by a whole factor repeats the roots. Default: None, each run's own roots.
         interleaved: whether larger batches repeat each example by itself (Captum's NoiseTunnel and
             GradientShap), not the whole batch (IntegratedGradients). Default: False.
 
@@ -66,7 +66,7 @@ def frozen_norms(
     """
     if (model is None) != (keep is None):
         found = "keep" if model is None else "model"
-        raise OptionError(f"frozen_norms takes model and keep together, but only {found} is given.")
+        raise OptionError(f"frozen_norms got only {found}. Pass both model and keep, or neither.")
     norms = _Norms(len(first_tensor(keep)) if interleaved and keep is not None else None)
     with ExitStack() as stack:
         stack.enter_context(unfused())

@@ -64,7 +64,7 @@ class Reading:
 
     Attributes:
         mode: the rules.
-        given_up: whether an adapter has to explain the call.
+        given_up: whether the call must be explained by an adapter.
         mask: True for real tokens (B, L), once the call has ended; None if none is padding.
         continues: whether the run continues from a cache.
 
@@ -89,7 +89,7 @@ class Reading:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Receive the kernel calls of the mixer that runs inside the ``with``."""
+        """Apply :mod:`.kernels` to the kernel calls of the mixer that runs inside the ``with``."""
         before, self.mode.reading = self.mode.reading, self
         token = now.set(self)
         try:

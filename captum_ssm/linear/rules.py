@@ -98,8 +98,8 @@ FROZEN = """
     cdist cosine_similarity det inverse solve_triangular inv erfc fill zero
 """
 
-#: Frozen functions of single numbers that may be replaced by a tangent. ``clamp`` and its like are
-#: frozen only if 0 is outside of their limits.
+#: Frozen functions of single numbers that may be replaced by a tangent. Clamps are frozen only if 0
+#: is outside of their limits.
 TANGENT = frozenset(
     ("sigmoid", "log_sigmoid", "softplus", "exp", "exp2", "clamp", "clamp_min", "clamp_max")
 )
@@ -114,7 +114,7 @@ def plain(name: str) -> str:
 
 
 def linear(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a linear function that keeps numbers; a view of an activation's output stays marked."""
+    """Call a linear function that only rearranges numbers, and keep the mark of activations."""
     out = func(*args, **kwargs)
     if mode.is_bent(args[0]):
         for view in out if isinstance(out, tuple | list) else (out,):
@@ -123,7 +123,7 @@ def linear(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def mixing(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a linear function that returns no view."""
+    """Call a linear function whose result does not count as an activation's, such as a sum."""
     return func(*args, **kwargs)
 
 
@@ -233,7 +233,7 @@ def log_softmax(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dic
 
 
 def frozen(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Freeze the result; a function in TANGENT keeps a linear part if the mode's rule needs it."""
+    """Detach the result; functions in TANGENT keep a linear part if the mode's rule needs it."""
     smooth = plain(func.__name__) in TANGENT and bool(args) and mode.is_live(args[0])
     if smooth and mode.follows_tangents:
         out = _tangent(mode, func, args, kwargs)
@@ -415,7 +415,7 @@ def batch_norm(
     if training or mean is None:
         raise NotLinearError(
             f"Module {mode.where()!r} runs a batch_norm in training mode, which mixes examples. "
-            "Explain the model in eval mode, with running statistics."
+            "Call model.eval(), and use batch norms with running statistics."
         )
     spread = (-1, *(1,) * (x.dim() - 2))
     scale = torch.rsqrt(_wide(variance) + eps)

@@ -30,9 +30,9 @@ from ..operators.coefficients import (
 from ..operators.kernels.arithmetic import full_precision
 from .constants import Ledger
 
-#: ``"frozen"``: only content. ``"half"``: content and gates equally. ``"centered"``: also keys,
-#: queries and steps; for keys and queries the difference from their mean so far counts.
-#: ``"balanced"``: the gradient itself, in full for content and half for all other roles.
+#: The roles that get relevance. ``"frozen"``: content. ``"half"``: content and gates. ``"centered"``:
+#: also keys, queries and steps; of keys and queries only the difference from their mean so far
+#: counts. ``"balanced"``: the gradient, in full for content and half for all other roles.
 Rule = Literal["frozen", "half", "centered", "balanced"]
 
 
@@ -70,7 +70,7 @@ FAMILY: Mapping[Rule, Mapping[Role, Share]] = {
 
 
 def nodes_of(rule: Rule) -> tuple[float, ...]:
-    """Return the nodes between references (0) and factors (1) at which derivatives are taken.
+    """Return the points between references (0) and factors (1) at which derivatives are taken.
 
     These are the two Gauss nodes, which are exact for products of up to four factors. If every
     factor is its own reference, the only node is 1.
@@ -93,15 +93,18 @@ class Labels:
         #: By role, the gradients that reached factors through content only. The paths with that
         #: role as label continue from these gradients.
         self.begun: dict[Role, dict[tuple[object, object], Tensor]] = {}
-        #: Number of the block that runs again, and number of keys that it was given so far.
+        #: Number of the block that runs again, and number of keys returned for it so far.
         self._again: tuple[int, int] | None = None
 
     def again(self, block: int | None) -> None:
         """Record the number of the block that runs again from now on; None for no block."""
         self._again = None if block is None else (block, 0)
 
-    def place(self) -> object:
-        """Return a key for an object that divides relevance; equal when its block runs again."""
+    def new_key(self) -> object:
+        """Return a key for the next object that divides relevance, for use in ``begun``.
+
+        In blocks that run again in each backward pass, the same object gets the same key.
+        """
         if self._again is None:
             return object()
         block, part = self._again
@@ -122,7 +125,7 @@ class Labels:
 
 
 def is_shared(operator: Operator, rule: Rule) -> bool:
-    """Return True if a coefficient of the operator gets a share with the rule."""
+    """Return True if the rule gives relevance to a coefficient of the operator."""
     return any(leaf.roles[name] in FAMILY[rule] for leaf, name in live_coefficients(operator))
 
 
@@ -137,7 +140,7 @@ def shared(
     """Apply an operator to ``x`` (B, L, H, P), with a gradient divided among factors by a rule."""
     chosen = [key for key in live_coefficients(operator) if key[0].roles[key[1]] in FAMILY[rule]]
     sources = [leaf.live[name] for leaf, name in chosen]
-    outer = _Outer(operator, rule, chosen, ledger, labels, mask, labels.place())
+    outer = _Outer(operator, rule, chosen, ledger, labels, mask, labels.new_key())
     out: Tensor = _Averaged.apply(outer, x, *sources)  # type: ignore[no-untyped-call]
     return out
 
@@ -153,7 +156,7 @@ class _Outer:
         ledger: the ledger that records the contribution of reference values.
         labels: the paths that a backward pass follows.
         mask: True for real tokens (B, L), or None.
-        place: a key that identifies this object among all that divide relevance.
+        key: a key that identifies this object among all that divide relevance.
     """
 
     operator: Operator
@@ -162,7 +165,7 @@ class _Outer:
     ledger: Ledger
     labels: Labels
     mask: Tensor | None
-    place: object
+    key: object
     _known: list[Back] = field(default_factory=list)
 
     def followed(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -171,11 +174,11 @@ class _Outer:
         of_values, found = self.averaged(x, gradient)
         if label == "content":
             for i, (leaf, name) in enumerate(self.chosen):
-                begun.setdefault(leaf.roles[name], {})[self.place, i] = found[i]
+                begun.setdefault(leaf.roles[name], {})[self.key, i] = found[i]
             return of_values, [torch.zeros_like(of_factor) for of_factor in found]
         if label is not None:
             for i, of_factor in enumerate(found):
-                before = begun[label].pop((self.place, i), None)
+                before = begun[label].pop((self.key, i), None)
                 found[i] = of_factor if before is None else of_factor + before
         return of_values, found
 
@@ -205,7 +208,7 @@ class _Outer:
         return back
 
     def _moved(self, nodes: Tensor) -> Moved:
-        """Return the factors at the nodes, except factors that are their own reference."""
+        """Return the factors at the nodes, without factors that are their own reference."""
         masks: dict[Operator, Tensor | None] = {}
         follow_mask(self.operator, self.mask, masks)
         moved: dict[Operator, dict[str, Tensor]] = {}
@@ -228,7 +231,7 @@ class _Outer:
 
 
 class _Averaged(torch.autograd.Function):
-    """Computes an operator's output; the backward averages derivatives over the nodes."""
+    """Computes an operator's output; backward averages derivatives at :func:`nodes_of`."""
 
     @staticmethod
     def forward(ctx: Any, outer: _Outer, x: Tensor, *sources: Tensor) -> Tensor:

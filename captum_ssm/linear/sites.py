@@ -56,7 +56,7 @@ def find_site(
         The :class:`Site`.
 
     Raises:
-        LayerError: if ``layer`` is not a module of the model, or is a part of a mixer.
+        LayerError: if ``layer`` is not a module of the model, or is inside a mixer.
 
     Example:
         >>> from captum_ssm.linear.sites import find_site
@@ -83,9 +83,9 @@ def find_site(
     for mixer in mixers:
         if module is not mixer.module and any(module is part for part in mixer.module.modules()):
             raise LayerError(
-                f"layer {name!r} is a part of the mixer {mixer.name!r}, which its "
-                f"operator replaces. Pass {mixer.name!r}, or for its heads before they are mixed "
-                f"{mixer.name + HEADS!r}."
+                f"layer {name!r} is inside the mixer {mixer.name!r}, which is replaced by its "
+                f"operator as a whole. Pass {mixer.name!r}, or {mixer.name + HEADS!r} for the "
+                "mixer's heads before they are mixed."
             )
     return Site(name or "", module, "input" if at_input else "output")
 
@@ -161,7 +161,7 @@ class Sites:
                 stack.enter_context(before)
 
     def in_heads(self, module: nn.Module, value: Tensor) -> Tensor:
-        """Record an operator's output (B, L, H, P) at a site of heads; return a copy or a leaf."""
+        """Record an operator's output (B, L, H, P) if heads are a site; return the value to use."""
         for site in self.cut:
             if site.at == "heads" and site.module is module:
                 value = self._meet(site, value)
@@ -206,7 +206,7 @@ class Sites:
         return _replaced(value, iter(copies))
 
     def _check(self, site: Site, tensors: Sequence[Tensor]) -> None:
-        """Raise for a second call, for no tensor with a graph, and for unsuitable shapes."""
+        """Raise if the module ran before, has no tensor with a graph, or has unsuitable shapes."""
         if site in self.met:
             raise LayerError(
                 f"layer {site.name!r} runs several times in one call of the model, so that it has "

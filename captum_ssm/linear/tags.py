@@ -23,8 +23,8 @@ from ..tracing.hooks import swapped, tensors_in
 from ..tracing.layer import same_memory
 from ..tracing.replays import begins_with
 
-#: Used instead of a position: not an explained id, and a number that may be computed from some.
-NONE, UNTOLD = -1, -2
+#: In place of a position: not an explained id, and a number that may be computed from such ids.
+NONE, UNKNOWN = -1, -2
 
 #: Multiples of B * L that are added to positions, by how the positions were found.
 FOLLOWED, RECOGNIZED, COMPUTED = 0, 1, 2
@@ -51,9 +51,9 @@ class Tags:
     def __init__(self, ids: Tensor) -> None:
         self.ids = ids.contiguous()  # examples that share memory have no separate places
         self._version, self._began = _version(self.ids), _where(self.ids)
-        #: The ids as they were before any function was given them.
+        #: The ids as they were before any function used them.
         self._first: Tensor | None = None
-        #: By start of memory: a tensor that keeps it alive, and tagged copies of its numbers.
+        #: By memory address: a tensor that keeps the memory, and tagged copies of its numbers.
         self._memories: dict[Any, tuple[Tensor, Tensor]] = {}
 
     @functools.cached_property
@@ -75,7 +75,7 @@ class Tags:
         """Return for each number in ``x`` its position among the explained ids, on the CPU.
 
         Returns:
-            Positions b * L + t in the shape of ``x``, :data:`NONE` or :data:`UNTOLD`. Positions of
+            Positions b * L + t in the shape of ``x``, :data:`NONE` or :data:`UNKNOWN`. Positions of
             recognized ids are larger by B * L. Positions of ids that were computed, but are equal
             to the explained ids, are larger by 2 * B * L.
         """
@@ -86,10 +86,10 @@ class Tags:
             numbers, first = _on_host(x), self._explained
             tags = self._tagged(x, numbers) - numbers
             places = tags.div(self._step, rounding_mode="floor") - 1
-            is_told = (tags % self._step == 0) & (places >= NONE) & (places < 2 * count)
+            is_tag = (tags % self._step == 0) & (places >= NONE) & (places < 2 * count)
             is_same = first.flatten()[places.clamp_min(0) % count] == numbers
-            places = places.where(is_told & (is_same | (places == NONE)), UNTOLD)
-            is_equal = bool((places == UNTOLD).any()) and torch.equal(numbers, first)
+            places = places.where(is_tag & (is_same | (places == NONE)), UNKNOWN)
+            is_equal = bool((places == UNKNOWN).any()) and torch.equal(numbers, first)
             return self._numbers(COMPUTED * count) if is_equal else places
 
     def by_example(self, places: Tensor) -> Tensor | None:
@@ -98,7 +98,7 @@ class Tags:
         Return None if a position is unknown or in a different example, or if the shape is wrong.
         """
         (batch, length), is_given = self.ids.shape, places > NONE
-        if places.dim() != 2 or len(places) != batch or bool((places == UNTOLD).any()):
+        if places.dim() != 2 or len(places) != batch or bool((places == UNKNOWN).any()):
             return None
         at = places % self.ids.numel() - length * torch.arange(batch, device="cpu")[:, None]
         if bool((is_given & ((at < 0) | (at >= length))).any()):

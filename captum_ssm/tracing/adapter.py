@@ -137,7 +137,7 @@ def _guarded(mixer: Mixer, linear: LinearMixer, width: int) -> Callable[[Tensor]
 
 
 def check_operator(mixer: Mixer, shape: tuple[int, ...], y: Tensor) -> None:
-    """Raise for an operator that does not keep the shape of its values."""
+    """Raise if the operator's output ``y`` has not the ``shape`` of the operator's values."""
     if tuple(y.shape) != shape:
         complaint = f"turns values of shape {shape} into {tuple(y.shape)}: the shape must be kept"
         raise _error(mixer, f"returned an operator that {complaint}")
@@ -170,5 +170,5 @@ def _error(mixer: Mixer, complaint: str) -> AdapterError:
     served = f", which is served with like={like!r}" if like else ""
     return AdapterError(
         f"Layer {mixer.name!r}, a {class_path(type(mixer.module))}{served}: its adapter "
-        f"{where}.{name} {complaint}. {HOW_TO} says what an adapter returns."
+        f"{where}.{name} {complaint}. Correct the adapter as described in {HOW_TO}."
     )

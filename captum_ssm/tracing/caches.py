@@ -1,4 +1,4 @@
-"""Run models without caches, with unchanged results, and copy the caches that calls are given."""
+"""Run models without caches, with unchanged results, and copy the caches that calls receive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..mixers.base import refused_cache
 from .changes import Shared, Undo, lasting
 from .hooks import hooked
 
-#: Takes the name of an argument, and its cache; returns the cache to run with.
+#: Takes the name and the value of a cache argument, and returns the cache to run with.
 Continued = Callable[[str, Any], Any]
 #: The positional and the keyword arguments of a call.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -27,7 +27,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def without_caches(model: nn.Module, stack: ExitStack, continued: Continued) -> None:
     """Run every module with a ``use_cache`` argument without a cache until ``stack`` closes.
 
-    If a call is given a cache, that cache is replaced by the cache that ``continued`` returns.
+    If a call receives a cache, ``continued`` returns the cache that replaces it.
     """
     stack.enter_context(lasting(_packed.enter))
     stack.callback(_calls.clear)  # an interrupt calls no hooks
@@ -44,7 +44,7 @@ def without_caches(model: nn.Module, stack: ExitStack, continued: Continued) -> 
 
 @contextmanager
 def sparing_caches(model: nn.Module) -> Iterator[None]:
-    """Pass calls a copy of their cache during the ``with``, so the given cache is unchanged."""
+    """Pass each call a copy of its cache inside the ``with``, so that the cache stays unchanged."""
     copies: dict[int, tuple[Any, Any]] = {}
     running: list[nn.Module] = []
 
@@ -127,7 +127,7 @@ class _CacheCalls(threading.local):
         wanted: one entry per running call, outermost first: True if the call would have used a
             cache, False if not, None if the call continues from a given cache.
         dropped: modules whose call would have returned a cache but returned none.
-        known: caches that calls were given, and the replacements of these caches, by id.
+        known: caches that calls received, and the replacements of these caches, by id.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ _calls = _CacheCalls()
 def _without_cache(
     continued: Continued, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """Return a call's arguments with ``use_cache=False``, or with the cache of ``continued``."""
+    """Return a call's arguments with ``use_cache=False``, or with the cache from ``continued``."""
     if _calls.wanted[:1] == [None]:  # a module inside one that does
         _calls.wanted.append(None)
         return None

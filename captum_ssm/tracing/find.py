@@ -112,7 +112,7 @@ def find_model(forward_func: Callable[..., Any], model: nn.Module | None = None)
         if not isinstance(model, nn.Module):
             raise ModelNotFoundError(
                 f"model must be a torch.nn.Module, got {_called(model)}."
-                + (_MAKE_ONE if _is_class(model) else "")
+                + (_MAKE_ONE if _is_class(model) else " Pass the module that forward_func runs.")
             )
         return unwrap(model)
     function: Any = forward_func
@@ -141,7 +141,7 @@ def find_model(forward_func: Callable[..., Any], model: nn.Module | None = None)
     )
 
 
-_MAKE_ONE = " Make an instance of the class and pass that."
+_MAKE_ONE = " Make an instance of the class, and pass the instance."
 
 
 def _is_class(value: Any) -> bool:
@@ -153,7 +153,7 @@ def _called(value: Any) -> str:
 
 
 def _whole(named: Iterable[tuple[str, nn.Module]]) -> dict[nn.Module, str]:
-    """Return unwrapped modules and their names, without modules that are part of another one."""
+    """Return the unwrapped modules that no other module contains, with their names."""
     found: dict[nn.Module, str] = {}
     for name, module in named:
         found.setdefault(unwrap(module), name)
@@ -207,7 +207,7 @@ def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = Non
         One :class:`Mixer` for each module; with ``layers``, in the order of ``layers``.
 
     Raises:
-        NoMixerError: when there is none, or ``layers`` names another module.
+        NoMixerError: when there is none, or ``layers`` names a module that is no supported mixer.
         UnsupportedMixerError: when modules look like mixers, but none has an adapter.
 
     Example:
@@ -221,8 +221,8 @@ def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = Non
     if layers is not None:
         if isinstance(layers, str) or not isinstance(layers, Iterable) or not list(layers):
             raise NoMixerError(
-                f"layers={layers!r} must be a non-empty list of names or modules. The model's "
-                f"mixers are: {', '.join(mixer.name for mixer in found) or 'none'}."
+                f"layers={layers!r} must be a non-empty list of names or modules. Pass mixers "
+                f"from: {', '.join(mixer.name for mixer in found) or 'none'}."
             )
         chosen = [_chosen(found, layer) for layer in layers]
         twice = next((x.name for i, x in enumerate(chosen) if x in chosen[:i]), None)

@@ -18,7 +18,7 @@ Function = Callable[..., Any]
 #: The dictionary of a module's parameters or buffers.
 Named = dict[str, Any]
 
-#: Attribute of modules of transformers for the function that they checkpoint with.
+#: Attribute in which transformers' modules store their checkpointing function.
 _CHECKPOINTING = "_gradient_checkpointing_func"
 
 

@@ -136,14 +136,14 @@ def name_of_running(names: Mapping[nn.Module, str], otherwise: str) -> str:
 
 
 @contextmanager
-def met_by(
-    modules: Iterable[nn.Module], meet: Callable[[nn.Module, int, bool, Any], None]
+def observing(
+    modules: Iterable[nn.Module], receive: Callable[[nn.Module, int, bool, Any], None]
 ) -> Iterator[None]:
     """Pass inputs and outputs of modules to a function during the ``with``.
 
     Args:
         modules: the modules.
-        meet: called with the module, the call's number (from 1), True at entry or False at exit,
+        receive: called with the module, the call's number (from 1), True at entry or False at exit,
             and the arguments or the output. Outputs are passed before other hooks change them.
     """
     calls = Counter[nn.Module]()
@@ -152,12 +152,12 @@ def met_by(
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         calls[module] += 1
         running.append(calls[module])
-        meet(module, calls[module], True, (args, kwargs))
+        receive(module, calls[module], True, (args, kwargs))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         call = running.pop()
         if output is not None:  # else it has failed
-            meet(module, call, False, output)
+            receive(module, call, False, output)
 
     with ExitStack() as stack:
         for module in modules:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .hooks import met_by, sequences_in
+from .hooks import observing, sequences_in
 from .layer import Layer
 from .replays import Replays, changed
 from .values import (
@@ -89,7 +89,7 @@ class _Join:
 
     Attributes:
         members: the numbers of the layers.
-        branches: for each layer its output and the tensors found so far to be computed from it.
+        branches: by layer number, the layer's output and the tensors found to depend on it.
         until: the number of mixers that have run when the next layer reads the stream.
         apart: the steps from each layer to a sum of the outputs without a stream.
         found: the sum with the stream; None until found.
@@ -103,7 +103,7 @@ class _Join:
 
 
 def join(replays: Replays, stages: Sequence[Sequence[Layer]], order: Tensor | None) -> None:
-    """Set each layer's residual stream, and the steps from the layer's output to the stream.
+    """Find each layer's residual stream and the steps from the layer's output to it, and set both.
 
     If the steps were not found, :attr:`.Layer.way` raises an error.
 
@@ -118,7 +118,7 @@ def join(replays: Replays, stages: Sequence[Sequence[Layer]], order: Tensor | No
 
 
 class _JoinSearch:
-    """The search for the joins of one run, with the tensors of its latest replays."""
+    """Searches a run for the sums that add layers' outputs to the residual stream."""
 
     def __init__(
         self, replays: Replays, stages: Sequence[Sequence[Layer]], order: Tensor | None
@@ -204,7 +204,7 @@ class _JoinSearch:
         return out
 
     def _joins(self, stage: Sequence[int]) -> list[_Join]:
-        """Split a stage into groups of layers that are added to a residual stream in one sum."""
+        """Split a stage into groups of layers whose outputs one sum adds to the residual stream."""
         feeders = [k for k in stage if self.layers[k].joins == "feeds"]
         writers = [k for k in stage if k not in feeders] or list(stage)
         found = [[k] for k in feeders if k not in writers]
@@ -268,23 +268,23 @@ class _JoinSearch:
             self.unchanged = [*entering, output]
         return found
 
-    def _replayed(self, meet: Callable[[_Key, Tensor], None]) -> tuple[list[Tensor], Tensor]:
-        """Replay with noise at each layer's tokens; pass modules' floating tensors to ``meet``."""
+    def _replayed(self, receive: Callable[[_Key, Tensor], None]) -> tuple[list[Tensor], Tensor]:
+        """Replay with noise at each layer's tokens; pass modules' tensors to ``receive``."""
         self.ran = 0
 
         def note(module: nn.Module, call: int, enters: bool, value: Any) -> None:
             for i, x in enumerate(sequences_in(value)):
-                meet((module, call, enters, i), x)
+                receive((module, call, enters, i), x)
 
         def leaf(k: int, _: Tensor) -> Tensor:
             self.ran = k + 1
             return self._leaf(k)
 
-        with met_by(self.modules, note):
+        with observing(self.modules, note):
             return self.replays.run(leaf)
 
     def _read_elsewhere(self, joins: Sequence[_Join]) -> set[_Join]:
-        """Return the joins whose outputs the model also reads elsewhere than in the stream."""
+        """Return the joins whose outputs the model also reads outside of the residual stream."""
         known = [each for each in joins if each.found is not None and each.found.at is not None]
         if not known or not self._is_read_elsewhere(known):
             return set()
@@ -472,7 +472,7 @@ class _JoinSearch:
             each.branches[k].append(Branch([*way, step], change))
 
     def _find_by_value(self, each: _Join) -> None:
-        """Search for a stream that enters no module, or that appears only inside a norm."""
+        """Search for a residual stream that enters no module, or that only enters a fused norm."""
         k, *others = each.members
         if not others and self._factored(each, k):
             return

@@ -31,16 +31,16 @@ class Layer:
     :func:`~captum_ssm.trace` creates the layers.
 
     Args:
-        linearized: a function that builds the linear mixer of a layer that keeps none.
+        linearized: a function that builds a layer's linear mixer; called if none is stored.
         mixer, call, stream: the attributes with these names.
 
     Attributes:
         mixer: the :class:`~captum_ssm.tracing.Mixer` that was called.
         name: the mixer's qualified name in the model.
-        architecture: the family of the mixer.
+        architecture: the name of the mixer's family, such as ``"Mamba"``.
         joins: how the mixer's output is added to the residual stream; see
             :class:`~captum_ssm.mixers.Architecture`.
-        block: the module that holds the mixer, or None.
+        block: the module that directly contains the mixer, or None.
         call: the recorded call.
         tolerance: the largest accepted error of the operator, unless the user passes another.
         stream: the tensor entering the block that holds the mixer, a term of the residual stream;
@@ -114,7 +114,7 @@ class Layer:
         if any(x is not None and x._version != version for x, version in weights):
             raise InputError(
                 f"Layer {self.name!r}: weights of the mixer were changed in place after the call, "
-                "so the recorded call is not valid. Read it before the change, or run again."
+                "so the recorded call is not valid. Read the layer before, or trace again."
             )
         if self._versions != self._versions_of(self.call.hidden_states, self.output):
             raise InputError(
@@ -124,7 +124,7 @@ class Layer:
 
     @property
     def output(self) -> Tensor:
-        """The mixer's output after other forward hooks, (B, L, E), or in windows (B W, T, E).
+        """The mixer's output (B, L, E) after other forward hooks; (B W, T, E) for W windows.
 
         :meth:`in_order` rearranges it to the operator's tokens.
         """

@@ -27,7 +27,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Watcher:
-    """Base class of a run's watchers; hooks call the methods, which do nothing here."""
+    """Base class of objects that observe a run; hooks call the methods, which do nothing here."""
 
     @property
     def verifies(self) -> bool:
@@ -54,7 +54,7 @@ class Watcher:
         raise refused_cache(name, cache)
 
     def reads(self, module: nn.Module, sequence: Tensor | None) -> bool:
-        """Return True if the watcher needs only the mixer's own run on a sequence, no adapter."""
+        """Return True if the watcher explains a mixer by its running code, without an adapter."""
         return False
 
     def while_mixing(
@@ -127,7 +127,7 @@ def observe(
     return entered
 
 
-def _as(changed: Tensor, returned: Tensor) -> Tensor:
+def _like(changed: Tensor, returned: Tensor) -> Tensor:
     """Return ``changed``, without the batch dimension if ``returned`` has none."""
     return changed[0] if changed.dim() > returned.dim() else changed
 
@@ -191,7 +191,7 @@ class _Calls:
             for watcher in self.watchers:
                 found = watcher.returned(mixer, call)
                 changed = changed if found is None else found
-        return None if changed is None else swap_first(output, functools.partial(_as, changed))[0]
+        return None if changed is None else swap_first(output, functools.partial(_like, changed))[0]
 
     def last(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Report a mixer's output to watchers after all other hooks; return the changed output."""
@@ -216,7 +216,7 @@ def _listen(
 ) -> None:
     """Record the calls of a mixer's child modules on sequences of the given size.
 
-    Adapters compute other tensors differently, so recording these would waste memory.
+    Adapters reuse only outputs for such sequences, so recording more would waste memory.
 
     Args:
         mixer: the mixer module, which is about to run.

@@ -26,11 +26,11 @@ _ATTRIBUTES = ("_hf_hook", "_old_forward", "forward")
 
 
 def linearize(mixer: Mixer, call: Call, *, running: bool = False) -> LinearMixer:
-    """Call the mixer's adapter with all weights loaded; its projection loads them at each call.
+    """Call the mixer's adapter with all weights loaded. The returned projection loads them again.
 
     Args:
         mixer: the mixer.
-        call: its recorded call.
+        call: the mixer's recorded call.
         running: whether the modules around the mixer are running, so that their weights are
             loaded. Default: False.
     """
@@ -64,7 +64,7 @@ def _loading(
 def lasting_form(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
     """Return the linear mixer with its output projection stored as an affine map.
 
-    For offloaded weights, which the map would keep in memory, the projection loads them instead.
+    A map would keep offloaded weights in memory, so for these the projection loads the weights.
     """
     hooked = _hooked(mixer)
     if any(map(_is_hooked, hooked)):
@@ -78,7 +78,7 @@ def lasting_form(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
 
 
 def tensors_of(linear: LinearMixer) -> Iterator[Tensor]:
-    """Yield the tensors that a linear mixer consists of."""
+    """Yield a linear mixer's values, coefficients and stored projection."""
     yield linear.values
     for leaf in linear.operator.leaves():
         yield from leaf.tensors().values()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .hooks import met_by, swap_first
+from .hooks import observing, swap_first
 from .layer import Layer
 from .replays import Replays, changed
 
@@ -61,7 +61,7 @@ def place(
     parts: Sequence[Part],
     looked_up: Tensor | None,
 ) -> list[Place | None]:
-    """Find the tokens and layers on which parts depend, for parts that do not mix tokens.
+    """Find the tokens and layers on which tensors of a run depend, if these do not mix tokens.
 
     Args:
         replays: the replays of the run, whose layers are already arranged.
@@ -69,12 +69,12 @@ def place(
         given: for each token of the first layer the token's number in the input (B, L); None if
             the same.
         order: for each output token the token's number in the first layer (L,); None if the same.
-        parts: the parts.
-        looked_up: for each token of the input the number of the explained id (B, L'), -1 for none;
-            None if the same.
+        parts: the keys of the tensors.
+        looked_up: for each token of the input the position of its explained id (B, L'), -1 for
+            none; None if the positions are the same.
 
     Returns:
-        One place for each part; None for a part whose place was not found.
+        One :class:`Place` for each part; None for a part whose tokens or layers were not found.
     """
     layers, number = replays.layers, {layer: k for k, layer in enumerate(replays.layers)}
     embeddings, shifted = replays.beginning.looked_up, replays.beginning.shifted
@@ -179,7 +179,7 @@ def place(
 
 
 def _agrees(met: Tensor, reading: Tensor, expected: Tensor) -> bool:
-    """Return True if a part, put in the order ``reading``, changed at the expected tokens only."""
+    """Return True if a part, reordered by ``reading``, changed exactly at the expected tokens."""
     if int(reading.max()) >= met.shape[1]:
         return False
     mine, there = met.gather(1, reading.clamp_min(0)), reading >= 0
@@ -197,5 +197,5 @@ def _first_tensors(parts: Sequence[Part]) -> Iterator[dict[tuple[Any, ...], Tens
         if x is not None:
             found[module, call, enters] = x.detach().clone()
 
-    with met_by({part.module for part in parts if part.module is not None}, note):
+    with observing({part.module for part in parts if part.module is not None}, note):
         yield found

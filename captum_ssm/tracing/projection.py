@@ -22,7 +22,8 @@ from ..operators import Chain, Diagonal
 from ..operators.kernels import wide_products
 from .find import Mixer
 
-#: Scale of the unit vectors that measure a weight; a small scale would be rounded by constants.
+#: Scale of the unit vectors that measure a weight. It is large, so that the rounding of added
+#: constants is small in comparison.
 _PROBE = 2.0**10
 
 

@@ -35,8 +35,8 @@ from .verification import (
     rounding_explains,
 )
 
-#: Which part of a run keeps its autograd graph: ``"none"``, ``"tail"``, from the last mixer on,
-#: ``"outputs"``, from the first one on, or ``"all"``; see :func:`trace`.
+#: The part of a run that keeps its autograd graph: ``"none"``, ``"tail"`` (after the last mixer),
+#: ``"outputs"`` (after the first mixer) or ``"all"``; see :func:`trace`.
 Graph = Literal["none", "tail", "outputs", "all"]
 
 #: The operators of a run may take the free memory divided by this number.
@@ -82,7 +82,7 @@ class Trace:
         return f"Trace({', '.join(f'{n} x {kind}' for kind, n in kinds.items()) or 'no layers'})"
 
     def recorded(self, layer: Layer) -> None:
-        """Add the layer of a mixer that has just returned, with its operator if there is room."""
+        """Add the layer of a mixer that has just returned; build its operator if memory allows."""
         self.layers.append(layer)
         if self._room <= 0 and not self.checks:
             return
@@ -230,7 +230,7 @@ def trace(
             in a quarter of the free memory. Default: True; False builds them when they are read.
         verify: whether every new operator is compared with its module's output;
             :meth:`Layer.verify` raises for an operator that differs. Default: False.
-        watchers: further watchers of the run. Default: none.
+        watchers: further objects that observe the run by hooks. Default: none.
 
     Yields:
         The :class:`Trace`; its layers are complete when the block ends.
@@ -345,7 +345,7 @@ class Recorder(Watcher):
         return given
 
     def returned(self, mixer: Mixer, call: Call) -> None:
-        """Record the call as a layer, whose output :meth:`left` adds."""
+        """Record the call as a layer. The output after other hooks is added by :meth:`left`."""
         record, block = self.record, call.block
         args, kwargs, output = (detached(x) for x in (call.args, call.kwargs, call.output))
         kept = replace(call, args=args, kwargs=kwargs, output=output)

@@ -57,8 +57,8 @@ class Beginning:
 
     Attributes:
         looked_up: the first embeddings of the ids (B, L, E); None until found.
-        is_ambiguous: whether the ids looked up are only equal to the given ids, which is also
-            true of the reversed ids of a palindrome.
+        is_ambiguous: whether the ids that were looked up are a different tensor with the same
+            numbers. The reversed ids of a palindrome would be equal, too.
         entered: the first sequence of each length that entered a module around a mixer.
         shifted: the outputs of modules of the classes :data:`WITHIN_TOKENS`, by module.
     """
@@ -68,14 +68,14 @@ class Beginning:
         self.around = list(dict.fromkeys(outer for mixer in mixers for outer in mixer.around))
         self.looked_up: Tensor | None = None
         self.is_ambiguous = False
-        #: The embedding module of that look-up, and the number of earlier calls of the module.
+        #: The embedding module that computed ``looked_up``, and the number of its earlier calls.
         self._table: tuple[nn.Module, int] | None = None
         self.entered: dict[int, Tensor] = {}
         self.shifted: dict[nn.Module, list[Any]] = {}
 
     @contextmanager
     def seen(self) -> Iterator[None]:
-        """Find the tensors of this object's attributes during the run inside the ``with``."""
+        """Fill this object's attributes from the run of the model inside the ``with``."""
 
         def keep(x: Tensor) -> Tensor:
             with unseen():
@@ -164,7 +164,7 @@ def begins_with(ids: Tensor, given: Tensor) -> bool:
 
 
 class Replays:
-    """Replays a recorded run with chosen outputs of the mixers.
+    """Runs the model again with chosen outputs in place of the mixers' computations.
 
     Args:
         layers: the layers of the run, in the order in which they ran.
@@ -247,7 +247,7 @@ class Replays:
         return found
 
     def _looks_up_others(self) -> bool:
-        """Return True if the looked-up ids may not be the given ids, by a replay with new ids."""
+        """Replay with new ids; return True if the looked-up ids may not be the explained ids."""
         before, ids = self.beginning.looked_up, self.beginning.ids
         moved = torch.zeros(ids.shape, dtype=torch.bool, device="cpu")
 
@@ -417,7 +417,7 @@ class Replays:
 
     @contextmanager
     def _small_heads(self, entering: Sequence[Tensor]) -> Iterator[None]:
-        """Replace projections onto a vocabulary after the last layer by copies of features.
+        """Replace vocabulary heads after the last layer by copies of features, which cost less.
 
         ``entering`` is the growing list of the layers' inputs in this replay.
         """

@@ -30,22 +30,22 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, TrainingModeError
-from .hooks import met_by, swap_first
+from .hooks import observing, swap_first
 from .layer import Layer
 from .replays import UNITS, Replays, changed
 
-#: Up to this number of tokens, each token is identified by the sets that contain it. For more
-#: tokens, random halves detect orders that move many tokens, and rolls orders that move few.
+#: Up to this number of tokens, each token is identified by the sets that contain it. Beyond it,
+#: random halves detect orders that move many tokens, and rolls detect orders that move few.
 _FEW = 32
 
-#: Advice if layers cannot be folded.
+#: Advice in errors about layers whose matrices cannot be multiplied.
 INSTEAD = (
     "Multiplying the layers' matrices would explain a different network. Use LatimFlow, which "
     "explains the network as it is, or select layers that follow each other with layers=[...]."
 )
 
 
-#: Advice if the layers read images beside the explained text.
+#: Advice in errors about layers that do not read the explained tokens.
 OF_A_TOWER = (
     "If the layer belongs to an image encoder beside the explained text, select the layers of the "
     "text with layers=[...], or use LatimFlow, which explains both."
@@ -76,10 +76,11 @@ class _Arrangement:
     """The structure found for a run, with the conditions under which it may be reused.
 
     Attributes:
-        state: the state of the model and the kind of input for which it was found.
+        state: the state of the model and the kind of input, compared before each reuse.
         mask: True for real tokens (B, L), or None.
         chain: the token order of the run.
-        layers: for each layer the stage's number, the token order, and whether there is a stream.
+        layers: for each layer the number of its stage (layers that read the same residual stream),
+            the token order, and whether a residual connection bypasses the layer.
     """
 
     state: tuple[Any, ...]
@@ -95,7 +96,7 @@ _found: WeakKeyDictionary[nn.Module, _Arrangement] = WeakKeyDictionary()
 def arrange(
     replays: Replays, output: Tensor, mask: Tensor | None, *, is_model: bool = False
 ) -> TokenOrder:
-    """Set the stage of each layer, and the order of its tokens relative to the first layer.
+    """Find each layer's stage (layers on the same residual stream) and token order, and set both.
 
     For a model that runs without user code the result is cached, for inputs of the same kind,
     until a weight, a hook or an attribute of a module changes.
@@ -156,7 +157,7 @@ def _repeats(parts: Sequence[object]) -> bool:
 
 
 def state_of(model: nn.Module) -> Iterator[Any]:
-    """Yield a model's state for comparison: its modules, their weights and attributes."""
+    """Yield comparable forms of a model's modules, weights and attributes, to detect changes."""
     for module in model.modules():
         yield _Same(module)
         for name, value in list(vars(module).items()):  # other threads may hang hooks on it
@@ -177,7 +178,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class _Same:
-    """Compares objects by identity, and refers to them weakly if possible."""
+    """Wraps an object for comparison by identity, if possible without keeping it in memory."""
 
     def __init__(self, value: Any) -> None:
         self._find: Callable[[], Any]
@@ -206,8 +207,8 @@ def _kind(replays: Replays, output: Tensor) -> Iterator[Any]:
 def note_streams(replays: Replays) -> None:
     """Set ``has_stream`` of layers whose token order could not be determined.
 
-    Noise begins at the root, and all mixers return zeros. Where the noise stops, the next replay
-    begins with noise in the next mixer's output.
+    The input has noise, and all mixers return zeros. If the noise does not reach a later layer, no
+    residual connection bypasses the mixer before, whose output has the noise in the next replay.
     """
     layers, first = replays.layers, -1
     while first < len(layers) - 1:
@@ -222,8 +223,8 @@ def note_streams(replays: Replays) -> None:
 def _passing(replays: Replays, first: int, noise: bool) -> list[Tensor]:
     """Replay with noise in the output of layer ``first``; return the layers' inputs and the output.
 
-    For ``first`` -1 the noise is in the root. Later mixers return zeros. Without ``noise`` the
-    replay is the one to compare with.
+    If ``first`` is -1, the model's input has the noise. Later mixers return zeros. A replay with
+    ``noise=False`` returns the values without noise for comparison.
     """
 
     def leaf(k: int, _: Tensor) -> Tensor:
@@ -236,7 +237,7 @@ def _passing(replays: Replays, first: int, noise: bool) -> list[Tensor]:
 
 
 class _OrderSearch:
-    """The search for the token orders and links of one run, with the results so far."""
+    """Searches a run for each layer's token order and for the earlier outputs that it reads."""
 
     def __init__(self, replays: Replays, output: Tensor, mask: Tensor | None) -> None:
         self.replays, layers = replays, replays.layers
@@ -274,15 +275,15 @@ class _OrderSearch:
         moved = torch.stack(checks).tolist()
         if any(moved):
             raise TrainingModeError(
-                f"{self.names[moved.index(True)]} reads something else when the model runs "
+                f"{self.names[moved.index(True)]} reads different values when the model runs "
                 "again with the same outputs of the mixers. Remove randomness, such as a dropout "
                 "called with training=True, and any state that forward_func keeps between calls."
             )
-        #: Whether the output has the tokens of the layers; else it is pooled.
+        #: Whether the output has one row for each token of the layers. A pooled output has not.
         self.per_token = output.dim() == 3 and output.shape[:2] == keep.shape
 
     def order(self, k: int) -> Tensor | None:
-        """Return layer k's or the output's token numbers in the first layer; None if the same."""
+        """Return the token order (L,) of layer k, or of the output for the last k, or None."""
         order = self.orders[k]
         if order is None:
             return None
@@ -310,7 +311,7 @@ class _OrderSearch:
                 passing = self._spread(unread, torch.zeros_like(self.keep))
                 if any(bool((x.to(own.device) & self.keep).any()) for x in passing):
                     raise NotAChain(
-                        f"{self.names[0]} does not read all tokens that pass around it. {INSTEAD}"
+                        f"{self.names[0]} does not read all tokens of its stream. {INSTEAD}"
                     )
         if bool((given < 0).any()) and replays.entry is not None:
             replays.root, self.given = replays.entry, own  # where all tokens are there
@@ -328,7 +329,7 @@ class _OrderSearch:
         return self._of_input(given)
 
     def _of_input(self, given: Tensor) -> Tensor | None:
-        """Return each first-layer token's number in the input, -1 for none; None if the same."""
+        """Convert token numbers in the root to numbers in the input; None if they are the same."""
         replays = self.replays
         if replays.start.dim() not in (2, 3):
             return None
@@ -345,8 +346,8 @@ class _OrderSearch:
         """Yield sets of tokens (B, L) that distinguish every token of the batch from every other.
 
         Up to ``_FEW`` tokens, each token is in a different half of the sets. For more tokens the
-        sets are a random half and its complement. They are drawn three times if there is padding,
-        with which tokens cannot be rolled.
+        sets are a random half and its complement. With padding, for which :meth:`_rolls` is not
+        possible, three such pairs are drawn.
         """
         tokens, device = self.keep.shape[1], self.keep.device
         if tokens <= _FEW:
@@ -359,7 +360,7 @@ class _OrderSearch:
             yield from (on, ~on)
 
     def _sets_by_bit(self, tokens: int) -> Iterator[Tensor]:
-        """Yield for each bit the tokens (B, L) with that bit in ``number ^ example number``."""
+        """Yield one mask (B, L) per bit, True where ``number ^ example number`` has this bit."""
         salted = torch.arange(tokens, device=self.keep.device) ^ self._salt()
         for bit in range(max(1, (max(tokens, len(self.keep)) - 1).bit_length())):
             yield (salted >> bit & 1).bool()
@@ -370,7 +371,7 @@ class _OrderSearch:
     def _changes_exactly(self, on: Tensor) -> bool:
         """Return True if noise at some tokens changes every layer at exactly these tokens.
 
-        If no noise changes the output, as with a head of zeros, ``per_token`` becomes False.
+        If no noise changes the output, as with a head of zeros, ``per_token`` is set to False.
         """
         *found, last = (x.to(on.device) for x in self._spread(on, on))
         as_on = torch.stack([((x == on) | ~self.keep).all() for x in (*found, last)])
@@ -413,7 +414,7 @@ class _OrderSearch:
             virtual: a mask (B, L) of first-layer tokens with noise that are not in the root.
 
         Returns:
-            One mask (B, L) of changed tokens for each layer, and for an output with tokens.
+            One mask (B, L) of changed tokens for each layer, and one for an output with tokens.
         """
         arrived: list[Tensor] = []
         self.ran = 0
@@ -437,7 +438,7 @@ class _OrderSearch:
         return changed(entering, self.entering[k])
 
     def _read(self, tokens: int, spread: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        """Return for each layer the token number at each position (B, L), -1 for none."""
+        """Decode each layer's token numbers (B, L), -1 for none, from two replays for each bit."""
         found: list[Tensor] = []
         for bit, has in enumerate(self._sets_by_bit(tokens)):
             there = [x.to(self.keep.device) for x in spread(has)]
@@ -460,10 +461,10 @@ class _OrderSearch:
                 where = f"in module {name!r}"
                 break
         return InputError(
-            f"{self.names[k]} reads tokens that something other than a known mixer has mixed "
-            f"{where}: its contribution would be missing. If the module mixes tokens, register an "
-            "adapter for it (see register_mixer). Else use LatimFlow, or name the layers to "
-            "explain with layers=[...]."
+            f"{self.names[k]} reads tokens that an unsupported module or function has mixed "
+            f"{where}, so a contribution would be missing. If a module mixes the tokens, register "
+            "an adapter for the module (see register_mixer). Else use LatimFlow, or name the "
+            "layers to explain with layers=[...]."
         )
 
     def _silent(self) -> tuple[list[Tensor], Tensor]:
@@ -492,17 +493,17 @@ class _OrderSearch:
             if self.ran == k and before is not None and x is not None:
                 found.append((names[module], before, x.detach().clone()))
 
-        with met_by(names, meet):
+        with observing(names, meet):
             run()
         return found
 
     # --- links -----------------------------------------------------------------------------
 
     def links(self) -> Tensor:
-        """Return which earlier outputs each layer reads, by :meth:`_links` for either root.
+        """Return a mask of the earlier outputs that each layer reads, with noise in either root.
 
-        The root at the first block also has the tokens that are not in the input. The other root
-        is earlier in the run, before any branch leaves the residual stream.
+        Noise in the input reaches all branches of the residual stream. Noise at the first block
+        also reaches tokens that are not in the input. :meth:`_links` defines rows and columns.
         """
         found = []
         for root, given in self.roots:
@@ -511,7 +512,7 @@ class _OrderSearch:
         return torch.stack(found).any(0)
 
     def _links(self) -> Tensor:
-        """Return a mask (n + 1, n + 1), True if row k reads column j around the mixers between.
+        """Return a mask (n + 1, n + 1), True if row k reads column j by residual connections.
 
         Rows are the n layers, then the output. Columns are the root, then the layers' outputs.
         """
@@ -573,7 +574,7 @@ class _OrderSearch:
             found[k] |= read[:none]
 
     def _link_pooled(self, found: Tensor) -> None:
-        """Find by replays which layers a pooled output reads, and set its row of ``found``."""
+        """Find by replays the layers that a pooled output reads; set the last row of ``found``."""
         last = len(self.leaves) - 1
         stage = [k for k in range(last + 1) if k == last or torch.equal(found[k], found[last])]
 
@@ -620,7 +621,7 @@ def _both_change(calm: Tensor, one: Tensor, other: Tensor) -> bool:
 
 
 def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], bool]]:
-    """Return for each stage its layers' numbers, and whether a residual stream bypasses it.
+    """Group layers that read the same stream; return groups and if it bypasses them.
 
     Raises:
         NotAChain: when stages do not follow each other.
@@ -647,19 +648,19 @@ def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], boo
         follower = "The model's output" if is_last else f"Layer {layers[stages[i + 1][0]].name!r}"
         if not own <= behind:
             raise NotAChain(
-                f"{follower} does not read the output of {_lower_first(name)}, which ran before: "
-                "the output is set to zero, or the model has branches of layers, or runs several "
-                f"times. {INSTEAD}"
+                f"{follower} does not read the output of {_lower_first(name)}, which ran before. "
+                "A hook may set this output to zero, or the model has branches of layers, or runs "
+                f"several times. {INSTEAD}"
             )
         if here & behind and not here <= behind:
             last = max(here - behind)
             lost = f"the output of layer {layers[last - 1].name!r}" if last else "the model's input"
             raise NotAChain(
-                f"{follower} reads the output of {_lower_first(name)} with only a part of the "
-                f"input of that layer, without {lost}. {INSTEAD}"
+                f"{follower} reads the output of {_lower_first(name)}, but not all tensors of the "
+                f"residual stream that this layer reads: {lost} is missing. {INSTEAD}"
             )
         if behind - here - own:
-            raise NotAChain(f"{follower} reads a connection around several layers. {INSTEAD}")
+            raise NotAChain(f"{follower} reads a stream that bypasses several layers. {INSTEAD}")
         has_stream.append(bool(here & behind))
     return list(zip(stages, has_stream, strict=True))
 
@@ -667,8 +668,8 @@ def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], boo
 def tokens_read(replays: Replays) -> list[Tensor | None]:
     """Find which of the first tokens each layer reads, independently for each layer.
 
-    Each token has noise in a different half of the sets, so a position that mixes two tokens
-    changes in more than half of the sets. The order of layers is ignored.
+    Each replay has noise at one set of tokens. Each token is in a different half of the sets, so a
+    position that mixes two tokens changes in more than half of the replays.
 
     Args:
         replays: the replays of the run. The first tokens are the tokens of the root, or of the
@@ -692,7 +693,7 @@ def tokens_read(replays: Replays) -> list[Tensor | None]:
 
 
 def _halves(tokens: int) -> Tensor:
-    """Put each token into a different half of as few sets as possible; a mask (tokens, sets)."""
+    """Return a mask (tokens, sets) that puts each token into a different half of the sets."""
     count = next(n for n in itertools.count(2) if math.comb(n, n // 2) >= tokens)
     chosen = itertools.islice(itertools.combinations(range(count), count // 2), tokens)
     index = torch.tensor(list(chosen), device="cpu")

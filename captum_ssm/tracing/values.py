@@ -17,7 +17,7 @@ _OF_INPUTS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
 class Branch(NamedTuple):
-    """A tensor between a mixer and the stream: steps from the mixer, and its change by noise."""
+    """A tensor between a mixer and the residual stream: steps to it, and its change with noise."""
 
     steps: Way
     change: Tensor
@@ -67,7 +67,7 @@ def fit(branches: Sequence[Branch], change: Tensor, x: Tensor) -> Way | None:
 
 
 def _sum_of(branches: Sequence[Branch], change: Tensor, limit: Tensor) -> Way | None:
-    """Return the steps to a weighted sum of branches, as of a projection and its adapter."""
+    """Find a weighted sum of branches with this change, such as projection plus LoRA; else None."""
     some = [branch for branch in branches if branch.change.shape == change.shape]
     if len(some) < 2:
         return None
@@ -159,13 +159,13 @@ def likely(
 
 
 def is_constant(rest: Tensor, x: Tensor) -> bool:
-    """Return True if ``rest`` is equal at all tokens, up to rounding of numbers as in ``x``."""
+    """Return True if ``rest`` is equal at all tokens, up to the rounding errors of ``x``."""
     first = rest[:1, :1] if rest.shape[:2].numel() > 1 else 0
     return bool((rest - first).abs().max() <= rounding_of(x))
 
 
 def steps_of(module: nn.Module, x: Tensor, out: Tensor) -> Way | None:
-    """Return steps from ``x`` (B, L, E) to the module's output: affine or a norm; else None."""
+    """Return steps from ``x`` (B, L, E) to ``out`` if the module is affine or a norm; else None."""
     width = x.shape[-1]
     try:
         bias = module(torch.zeros_like(x[:1, :1]))

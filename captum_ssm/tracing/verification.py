@@ -38,13 +38,13 @@ TOLERANCES = {
     torch.bfloat16: 1e-1,
     torch.float16: 5e-2,
 }
-#: The same for float32 on a GPU, whose kernels may multiply in TF32 with 10 bits.
+#: The limit for float32 on a GPU, whose kernels may multiply in TF32 with 10 bits.
 _TF32 = 5e-3
 #: Number of tokens beyond which the tolerance grows in proportion, as the rounding of long sums
 #: does, and the largest tolerance that this growth may reach.
 _TOKENS, _MOST = 1024, 1e-3
-#: The tolerance of sums with random signs is smaller than of single numbers by the first factor.
-#: The second is the number of sums that are compared if one more sum costs almost nothing.
+#: Divisor of the tolerance for sums with random signs, and the number of sums that are compared if
+#: one more sum costs almost nothing.
 _STRICTER, _DRAWS = 4, 4
 #: Factors of a 64-bit hash, as signed integers (Steele, Lea and Flood, Fast Splittable Pseudorandom
 #: Number Generators, 2014).
@@ -149,7 +149,7 @@ def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
 
 
 def _of_sums(differences: Tensor, real: Tensor) -> float:
-    """Return the error of sums over tokens, relative to the largest number of ``real``."""
+    """Return the largest sum over L tokens, divided by sqrt(L) and by max|real|."""
     return float(_largest(differences, real) / math.sqrt(real.shape[1]))
 
 
@@ -195,7 +195,7 @@ def _signs(draws: int, batch: int, tokens: int, like: Tensor) -> Tensor:
 
 
 def _combined(operator: Operator, row: Tensor, values: Tensor) -> Tensor:
-    """Return ``row`` times the operator's output, summed over tokens (B, H, P), by one adjoint."""
+    """Return the sum over tokens of ``row`` times the operator's output, (B, H, P)."""
     alike: list[tuple[Tensor, Tensor]] = []  # sums of a row, and offsets common to all tokens
     others: list[Tensor] = []
 
@@ -311,13 +311,13 @@ def require_same(name: str, architecture: Architecture, error: Error, limit: flo
     if architecture.like:
         raise ReconstructionError(
             f"{found} {architecture.class_path} is served with like={architecture.like!r}, but "
-            f"computes something else. {HOW_TO} shows how to write a custom adapter for "
-            "register_mixer()."
+            f"computes something else. Pass register_mixer() a custom adapter; {HOW_TO} shows how "
+            "to write one."
         )
     raise ReconstructionError(
         f"{found} The module differs from its adapter. If the adapter is yours, correct it; "
-        "else please report this with the model's configuration. A module that is random, as with "
-        "dropout, or computes in less than its dtype can be given a wider bound, as in verify=1e-2."
+        "else please report this with the model's configuration. For a module that is random, or "
+        "computes in a lower precision than its dtype, pass a larger tolerance, as in verify=1e-2."
     )
 
 

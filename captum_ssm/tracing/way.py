@@ -65,12 +65,12 @@ class AffineStep(NamedTuple):
         return self._replace(factor=factor[:, :, None])
 
 
-#: The steps from a mixer's output to its summand in the stream.
+#: The steps from a mixer's output to the summand that is added to the residual stream.
 Way = Sequence[AffineStep]
 
 
 def along(way: Way, x: Tensor) -> Tensor:
-    """Apply the steps of a way to ``x`` (B, L, E)."""
+    """Apply the steps to the residual stream, one after the other, to ``x`` (B, L, E)."""
     for step in way:
         x = step(x)
     return x

@@ -180,7 +180,7 @@ def test_tokens_that_are_there_twice_are_refused() -> None:
 
 
 def test_a_part_at_random_is_refused() -> None:
-    with pytest.raises(TrainingModeError, match=r"'b' reads something else when the model runs"):
+    with pytest.raises(TrainingModeError, match=r"'b' reads different values when the model runs"):
         rollout(lambda x: nn.functional.dropout(x, 0.5))
 
 
@@ -226,7 +226,7 @@ def test_one_token_that_is_silenced() -> None:
             found = method.attribute(ids, query="mean", per_token=True)
         expected = ((eye + second) @ (eye + first)).mean(1)
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-        refused = pytest.raises(InputError, match="all tokens that pass around it")
+        refused = pytest.raises(InputError, match="does not read all tokens of its stream")
         with blocks[0].norm.register_forward_hook(silence), refused:
             method.attribute(ids)
 

@@ -55,7 +55,7 @@ def _norm(
 
 
 def _norm_of_mamba_ssm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace mamba_ssm's norm by :func:`_norm`, except with a second norm, dropout or rowscale."""
+    """Replace mamba_ssm's norm by :func:`_norm`, unless it has two norms, dropout or a rowscale."""
 
     @functools.wraps(original)
     def norm(*given: Any) -> Any:
