@@ -161,7 +161,7 @@ class Blocks:
 
     @contextmanager
     def reading(self, read: Read) -> Iterator[None]:
-        """Call ``read`` with the gradients of steps inside blocks, for passes in the ``with``."""
+        """Pass gradients of steps inside blocks to ``read`` in backward passes in the ``with``."""
         self._read = read
         try:
             yield
@@ -261,7 +261,7 @@ class Blocks:
 
 
 class _BlockCall:
-    """One call of a block.
+    """One call of a block, with the data to run the block again.
 
     Attributes:
         name: the block's name in the model.

@@ -1,4 +1,4 @@
-"""Record the constants of a linear network, and the contribution of each to the target.
+"""Record the constants of a linear network, and each constant's contribution to the target.
 
 With every coefficient frozen a network is affine in its input: a linear map plus constants, such as
 biases, position embeddings and class tokens. The backward pass for the relevance of the input also
@@ -76,7 +76,7 @@ class Ledger:
         return out
 
     def included_in(self, out: Tensor, constant: Tensor) -> None:
-        """Record a summand as :meth:`included` does, for a tensor that was changed in place.
+        """Record that ``constant`` is a summand of ``out``, which was changed in place.
 
         Args:
             out, constant: the arguments of :meth:`included`.
@@ -119,7 +119,7 @@ class Ledger:
             self._entry = before
 
     def write_rest(self, rest: Tensor) -> None:
-        """Pass the contribution of reference values to the output, (B,), to the set function."""
+        """Pass reference values' contribution (B,) to the function set by :meth:`entries_to`."""
         if self._entry is not None:
             self._entry(torch.ones_like(rest), rest.detach(), "references")
 

@@ -62,11 +62,11 @@ class Core:
         }
 
     def role(self, name: str) -> Role:
-        """Return the role of a factor."""
+        """Return a factor's role, such as ``"key"``."""
         return "gate" if name == _GATE else self.roles[name][0]
 
     def averaged(self, up: Tensor) -> dict[str, Tensor]:
-        """Return the gradients at factors in ``live``, averaged over nodes, times the shares."""
+        """Return the gradients at factors in ``live``: means over nodes, multiplied by shares."""
         rule, live = self.reading.mode.rule, self.live
         family, nodes, found = FAMILY[rule], nodes_of(rule), dict[str, Tensor]()
         for node in nodes:
@@ -76,7 +76,7 @@ class Core:
         return found
 
     def _at(self, node: float, up: Tensor, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the gradients with each factor at ``node`` between its reference and itself."""
+        """Return the gradients with factors in ``live`` moved to ``node`` from their references."""
         at = {name: x.detach() for name, x in self.factors.items()}
         names = [name for name in live if name != _GATE]
         for name in names:

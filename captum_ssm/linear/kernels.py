@@ -407,7 +407,7 @@ def attention(
 
 
 def _of_content(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    """Call a kernel in which only the content has a role; leave rules for more to the adapter."""
+    """Call a kernel whose only known role is content; leave rules for more to the adapter."""
     entry = reading.give_up if reading.mode.divides else functools.partial(_vectors, reading)
     return entry(kernel, *args, **given)
 

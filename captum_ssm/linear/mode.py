@@ -27,19 +27,14 @@ if TYPE_CHECKING:
     from .blocks import Blocks
 
 NOT_LINEAR = frozenset(f"{BENT} {FROZEN} pow glu log_softmax".split())
-
-
 #: Functions that return uninitialized memory or zeros.
 _BLANK = frozenset(["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"])
 _BLANK |= {"zeros", "zeros_like", "new_zeros"}
 _VIEWS = frozenset(["detach", *VIEWS.split()])
 #: Functions whose second factor may be a weight that a kernel has unpacked.
 _WEIGHED = frozenset(["linear", "matmul", "mm"])
-
 #: Functions that also look up ids, but whose results do not show each row's token.
 _OUT_OF_SHAPE = frozenset(["index_select", "embedding_bag", "take", "take_along_dim", "gather"])
-
-
 #: Kinds of functions that need no rule, even if an argument depends on the input.
 _ATTRIBUTE, _VIEW, _PRODUCT = object(), object(), object()
 
@@ -342,7 +337,7 @@ class Linearizing(TorchFunctionMode):
     def _read(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check the arguments that a function reads by :meth:`known`, and return all arguments.
+        """Check with :meth:`known` the arguments that a function reads; return all arguments.
 
         A weight is not checked: a kernel may have unpacked it without torch, but not from an input.
         """

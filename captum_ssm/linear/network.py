@@ -326,7 +326,7 @@ class Network(Watcher):
         return type(output)(parts)
 
     def _is_of_input(self, call: Call) -> bool:
-        """Return True if a mixer reads the first input, and so has its tokens.
+        """Return True if a mixer reads the first input, so that both have the same tokens.
 
         The mixers of an image encoder read only further inputs. The graph is searched from the
         mixer's input, each node once in a run.
@@ -415,7 +415,7 @@ def linearized(
     reads: Sequence[Site] = (),
     recompute: bool = False,
 ) -> Iterator[Network]:
-    """Make the forward runs inside the ``with`` leave a linear graph.
+    """Give forward runs inside the ``with`` an autograd graph that is linear in the input.
 
     The model's results stay the same. Its gradient with respect to ``network.root`` is the gradient
     of the frozen network: gradient times input, summed, plus the contributions of constants is the

@@ -123,7 +123,7 @@ class _Norms(TorchFunctionMode):
 
     @property
     def ledger(self) -> _Norms:
-        """This object, to which the rules of norms pass their biases as to a ledger."""
+        """This object in place of a ledger: the rules of norms call its :meth:`included`."""
         return self
 
     def included(self, out: Tensor, constant: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ class Reading:
     def moved(
         self, run: Callable[..., Tensor], roles: Roles, factors: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return a kernel's result, with a graph that is linear or divided among the factors.
+        """Return a kernel's result; the graph is linear, or divides relevance by the rule.
 
         Args:
             run: a function that calls the kernel with the factors as keyword arguments.

@@ -114,7 +114,7 @@ def plain(name: str) -> str:
 
 
 def linear(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a linear function that only rearranges numbers, and keep the mark of activations."""
+    """Call a linear function that only rearranges numbers, and copy the mark of activations."""
     out = func(*args, **kwargs)
     if mode.is_bent(args[0]):
         for view in out if isinstance(out, tuple | list) else (out,):
@@ -134,7 +134,7 @@ def extremum(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[s
 
 
 def affine(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function that combines tensors side by side; record its constant arguments."""
+    """Call a function that joins tensors, such as cat; record constant arguments."""
     out = func(*args, **kwargs)
     return (
         out if mode.all_live((*args, *kwargs.values())) else _beside(mode, func, args, kwargs, out)

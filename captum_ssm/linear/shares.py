@@ -231,7 +231,7 @@ class _Outer:
 
 
 class _Averaged(torch.autograd.Function):
-    """Computes an operator's output; backward averages derivatives at :func:`nodes_of`."""
+    """Computes an operator's output; backward averages the derivatives at several nodes."""
 
     @staticmethod
     def forward(ctx: Any, outer: _Outer, x: Tensor, *sources: Tensor) -> Tensor:

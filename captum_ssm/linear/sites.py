@@ -164,7 +164,7 @@ class Sites:
         """Record an operator's output (B, L, H, P) if heads are a site; return the value to use."""
         for site in self.cut:
             if site.at == "heads" and site.module is module:
-                value = self._meet(site, value)
+                value = self._record(site, value)
         return value
 
     def found(self, site: Site) -> SiteActivation:
@@ -177,12 +177,12 @@ class Sites:
         return self.met[site]
 
     def _after(self, site: Site) -> Callable[..., Any]:
-        return lambda module, args, output: self._meet(site, output)
+        return lambda module, args, output: self._record(site, output)
 
     def _before(self, site: Site) -> Callable[..., Any]:
-        return lambda module, args, kwargs: self._meet(site, (args, kwargs))
+        return lambda module, args, kwargs: self._record(site, (args, kwargs))
 
-    def _meet(self, site: Site, value: Any) -> Any:
+    def _record(self, site: Site, value: Any) -> Any:
         """Record an activation, and return the value that the model uses: a copy or a new leaf."""
         if not torch._C._is_torch_function_enabled():  # a checkpoint runs again, in the backward
             return value

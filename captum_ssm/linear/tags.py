@@ -25,10 +25,8 @@ from ..tracing.replays import begins_with
 
 #: In place of a position: not an explained id, and a number that may be computed from such ids.
 NONE, UNKNOWN = -1, -2
-
 #: Multiples of B * L that are added to positions, by how the positions were found.
 FOLLOWED, RECOGNIZED, COMPUTED = 0, 1, 2
-
 #: Upper limit of ids below the tags, and smallest prime with which ids and tags fit into 32 bits.
 _IDS, _LEAST = 2**24, 2**10
 
@@ -50,7 +48,7 @@ class Tags:
 
     def __init__(self, ids: Tensor) -> None:
         self.ids = ids.contiguous()  # examples that share memory have no separate places
-        self._version, self._began = _version(self.ids), _where(self.ids)
+        self._version, self._began = _version(self.ids), _memory_of(self.ids)
         #: The ids as they were before any function used them.
         self._first: Tensor | None = None
         #: By memory address: a tensor that keeps the memory, and tagged copies of its numbers.
@@ -68,7 +66,7 @@ class Tags:
 
     def follow(self, x: Tensor) -> bool:
         """Return True if integers ``x`` are the explained ids, or may be computed from them."""
-        where = _where(x)
+        where = _memory_of(x)
         return where is not None and (where == self._began or where in self._memories)
 
     def places(self, x: Tensor) -> Tensor:
@@ -120,13 +118,13 @@ class Tags:
         tensors = {id(x): x for x in tensors_in((args, kwargs))}
         if not any(map(self.follow, tensors.values())):
             return func(*args, **kwargs)
-        ids = {key: x for key, x in tensors.items() if _where(x) is not None}  # whole numbers
+        ids = {key: x for key, x in tensors.items() if _memory_of(x) is not None}  # whole numbers
         with unseen():  # the function may write to its arguments
             self._first = self.ids.detach().clone() if self._first is None else self._first
             before = {key: x if self.follow(x) else x.clone() for key, x in ids.items()}
         out = func(*args, **kwargs)
         results = list(tensors_in(args[:1] if out is None else (out,)))
-        if not results or any(_where(x) is None for x in results):  # numbers, or truths
+        if not results or any(_memory_of(x) is None for x in results):  # numbers, or truths
             return out
         with unseen():
             tagged = {key: self._tagged(ids[key], _on_host(x)) for key, x in before.items()}
@@ -152,13 +150,13 @@ class Tags:
 
         Tagged numbers are views of the stored copy, so that in-place changes are stored as well.
         """
-        where = _where(x)
+        where = _memory_of(x)
         if where == self._began and where not in self._memories:
             self._keep(self.ids, self._explained + self._step * self._numbers(1))
         if where not in self._memories:
             return numbers
         like, cells = self._memories[where]
-        return _in(cells, x) if like.element_size() == x.element_size() else numbers + 1
+        return _view_like(cells, x) if like.element_size() == x.element_size() else numbers + 1
 
     def _keep(self, x: Tensor, tagged: Tensor | None) -> None:
         """Follow all tensors in the memory of ``x``; ``tagged`` is None if tags are unknown."""
@@ -167,8 +165,8 @@ class Tags:
         if tagged is None or tagged.shape != x.shape:
             cells += 1  # which is not a tag
         else:
-            _in(cells, x).copy_(tagged)
-        self._memories[_where(x)] = x, cells
+            _view_like(cells, x).copy_(tagged)
+        self._memories[_memory_of(x)] = x, cells
 
 
 def _on_tagged(func: Callable[..., Any], args: Any, kwargs: Any, count: int) -> list[Tensor | None]:
@@ -185,7 +183,7 @@ def _on_host(x: Tensor) -> Tensor:
     return x.detach().to("cpu", torch.int64, copy=True)
 
 
-def _in(cells: Tensor, x: Tensor) -> Tensor:
+def _view_like(cells: Tensor, x: Tensor) -> Tensor:
     """Return a view of ``cells``, a copy of the memory of ``x``, with the layout of ``x``."""
     return cells.as_strided(x.shape, x.stride(), x.storage_offset())
 
@@ -194,7 +192,7 @@ def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-def _where(x: Tensor) -> Any:
+def _memory_of(x: Tensor) -> Any:
     """Return device and address of the memory of an integer tensor; None for other tensors."""
     if x.is_floating_point() or x.is_complex() or x.is_quantized or x.dtype == torch.bool:
         return None

@@ -1,6 +1,6 @@
 """Check that a custom operator, adapter or method keeps the promises of this package.
 
-Each check raises an ``AssertionError`` that names the broken promise.
+Each check raises an ``AssertionError`` that names the promise that does not hold.
 """
 
 from .adapters import check_adapter

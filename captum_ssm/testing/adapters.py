@@ -1,4 +1,4 @@
-"""Check on one model that the adapters of its mixers keep every promise of the package."""
+"""Check that the adapters of a model's mixers keep every promise of the package."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from ..inside import LayerLatimFlow, NeuronLatimFlow
 from ..mixers.base import first_tensor
 from ..tracing import Layer, trace
 
-#: A function of a module and one recorded call, in float64. It returns the matrices of all channels
-#: (B, H * P, L, L), or such matrices by names of components ("exact", "s6", "unified-gate"), or
-#: None for a module of a different class.
+#: A function of a module, its input and its keyword arguments, in float64. It returns the matrices
+#: of all channels (B, H * P, L, L), or such matrices by names of components ("exact", "s6",
+#: "unified-gate"), or None for a module of a different class.
 Formula = Callable[[Any, Tensor, Mapping[str, Any]], Tensor | Mapping[str, Tensor] | None]
 
-#: Largest accepted max|a - b| / max|b| of two ways to compute the same result. It is the same for
-#: float64 and float32, since many float64 modules compute parts of their recurrences in float32.
+#: Largest accepted max|a - b| / max|b| between two computations of the same result. It is the same
+#: for float64 and float32, since many float64 modules compute parts of recurrences in float32.
 _SAME = 1e-5
-#: Multiple of a module's own rounding error that is accepted if it is above the limit.
+#: Errors up to this multiple of a module's own rounding error are accepted as well.
 _OWN = 32
 _ALL = slice(None)
 #: Largest error of an operator compared with a formula, by the formula's dtype.
@@ -96,7 +96,7 @@ def check_adapter(
     """
     asked = [name for name in CLAUSES if clauses is None or name in clauses]
     if unknown := {*refuses, *(clauses or ())} - set(CLAUSES):
-        raise ValueError(f"no such clauses: {sorted(unknown)}. Use names from {list(CLAUSES)}.")
+        raise ValueError(f"Unknown clauses {sorted(unknown)}. Use names from {list(CLAUSES)}.")
     if clauses is None:
         asked = [name for name in asked if _is_there(_NEEDS.get(name))]
     if inputs.dim() == 4:
@@ -111,9 +111,10 @@ def check_adapter(
             if name not in refuses:
                 if isinstance(error, ImportError):
                     raise
-                raise AssertionError(said) from error
+                advice = "Correct the adapter, or name the clause in refuses."
+                raise AssertionError(f"{said.rstrip('.')}. {advice}") from error
             if not re.search(refuses[name], said):
-                raise AssertionError(f"{said} (refused, but not for {refuses[name]!r})") from error
+                raise AssertionError(f"{said} (refuses expects {refuses[name]!r})") from error
         else:
             assert name not in refuses, f"{name}: the clause holds, so remove it from refuses"
     return asked
@@ -143,7 +144,7 @@ class _Subject:
 
     @functools.cached_property
     def decomposition(self) -> Any:
-        """Return LatimFlow's decomposition of the plain model's output."""
+        """Return LatimFlow's decomposition of the float64 model's output."""
         flow = LatimFlow(self.model, rule="frozen")
         return flow.decompose(self.wide, self.target, features=True)
 
@@ -162,10 +163,10 @@ class _Subject:
 
     @property
     def places(self) -> list[tuple[str, bool]]:
-        """For each class of blocks and mixers, the name of the first and of the last module.
+        """The first and the last module of each class of blocks and mixers, to be explained.
 
-        Each name comes with True, for the first module's input, or False, for the last one's
-        output. Modules that run several times are left out.
+        Each is a pair: the first module's name with True, for the module's input, or the last
+        module's name with False, for the output. Modules that run several times are left out.
         """
         names = {module: name for name, module in self.model.named_modules()}
         ran = [x for layer in self.layers for x in (layer.block, layer.mixer.module) if x in names]
@@ -200,7 +201,7 @@ def _is_the_module(layer: Layer) -> None:
     working = torch.float64 if wanted.dtype == torch.float64 else torch.float32
     rebuilt = linear.output()
     for dtype in (linear.values.dtype, linear.operator.dtype, rebuilt.dtype):
-        assert dtype == working, f"{layer.name}: linearized in {dtype}, not in {working}"
+        assert dtype == working, f"{layer.name}: linearized in {dtype}; compute in {working}"
     limit = _SAME
     if wanted.dtype == torch.bfloat16:
         layer.verify()
@@ -212,7 +213,7 @@ def _is_the_module(layer: Layer) -> None:
 
 
 def _again(layer: Layer, dtype: torch.dtype) -> Tensor:
-    """Run a layer's module again on the same input in another dtype, and return the output."""
+    """Run a layer's module again on the same input in a different dtype, and return the output."""
     module = copy.deepcopy(layer.mixer.module).to(dtype)
     args, kwargs = tree_map(lambda x: _as(x, dtype), (layer.call.args, dict(layer.call.kwargs)))
     with torch.no_grad(), trace(module, operators=False) as record:
@@ -297,7 +298,7 @@ def _padding(side: str) -> Callable[[_Subject], None]:
 
 
 def _padded(subject: _Subject, side: str) -> tuple[list[Layer], Tensor, Tensor]:
-    """Run a padded batch of examples with all tokens, about half of the tokens, and two tokens."""
+    """Run three examples with all, half and two real tokens; return layers, mask and inputs."""
     assert _takes_mask(subject.model), "the model's forward takes no attention_mask"
     inputs = subject.wide[[0, 1, 0]]
     tokens = inputs.shape[1]
@@ -312,7 +313,7 @@ def _pairs(subject: _Subject, inputs: Tensor, layers: list[Layer]) -> Iterator[t
 
 
 def _is_same(own: Layer, among: Layer, rows: Any = _ALL, tokens: Any = _ALL) -> None:
-    """Check that a layer of a run on some tokens equals these tokens in a run on a larger batch."""
+    """Check that a layer has the same matrices, values and bias as in a run on a larger batch."""
     found, every = _dense(own), _dense(among)
     mine, all_ = own.linear, among.linear
     wanted = every[rows][:, :, tokens][..., tokens]
@@ -399,7 +400,7 @@ def _at_heads(subject: _Subject) -> None:
 
 
 def _knock_out(subject: _Subject) -> None:
-    """Check that cut edges give the output of matrices with zeros, if possible with padding."""
+    """Check that a run without some edges equals matrices with zeros, padded if possible."""
     layers, mask, inputs = subject.layers, None, subject.wide
     if subject.is_padded("left"):
         layers, mask, inputs = _padded(subject, "left")
@@ -411,7 +412,7 @@ def _knock_out(subject: _Subject) -> None:
         lost[:, targets] = linear.operator.apply(sent)[:, targets]
         wanted = linear.project(linear.operator.affine(linear.values) - lost)
         changed = _error(wanted, linear.output()) > 10 * _SAME
-        assert changed or linear.values.shape[1] < 4, f"{layer.name}: the edges carry nothing"
+        assert changed or linear.values.shape[1] < 4, f"{layer.name}: cut edges change nothing"
         keep = functools.partial(_keep, found)
         cut = knock_out(subject.model, Edges(layer.name or 0, sources, targets))
         # hooked last, so that it sees the output without the edges
@@ -442,7 +443,7 @@ def _lora(subject: _Subject) -> None:
     for layer in layers:
         _is_the_module(layer)
     changes = max(_error(x.output, y.output) for x, y in zip(layers, subject.layers, strict=True))
-    assert changes > _SAME, "the LoRA adapters do not change the output of any mixer"
+    assert changes > _SAME, "LoRA changes no mixer's output"
 
 
 def _checkpointing(subject: _Subject) -> None:
@@ -475,7 +476,7 @@ def _explains_the_same(subject: _Subject, model: nn.Module) -> None:
 
 
 def _copies(subject: _Subject) -> None:
-    """Check that an explained model can be copied, and that operators share no weights with it."""
+    """Check that a copy of an explained model works, and that operators share no memory with it."""
     assert _hooks(subject.model) == subject.hooks, "hooks are left on the model"
     model = copy.deepcopy(subject.model)
     if subject.pickles:
@@ -534,7 +535,7 @@ def _close(
 
 def _error(found: Tensor, wanted: Tensor, size: Tensor | None = None) -> float:
     """Return max|a - b| / max|b|, or / max|size| if ``size`` is given; infinite for NaN."""
-    assert found.shape == wanted.shape, f"shapes {tuple(found.shape)} and {tuple(wanted.shape)}"
+    assert found.shape == wanted.shape, f"shape {tuple(found.shape)}, not {tuple(wanted.shape)}"
     found, wanted = found.detach().double(), wanted.detach().double()
     scale = (wanted if size is None else size.detach().double()).abs().max().clamp_min(1e-30)
     return float(((found - wanted).abs().max() / scale).nan_to_num(torch.inf))

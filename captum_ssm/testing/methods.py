@@ -171,7 +171,7 @@ class _Checker:
     def run(self, clause: str) -> None:
         """Check one clause, and add all failures of the clause to ``failures``."""
         if clause not in CLAUSES:
-            raise ValueError(f"clauses names {clause!r}. Use names of {', '.join(CLAUSES)}.")
+            raise ValueError(f"clauses names {clause!r}. Use names from {', '.join(CLAUSES)}.")
         check = getattr(self, clause)
         if clause not in (*_BY_KIND, *_BY_OPTION):
             with self.noted(clause):
@@ -188,7 +188,7 @@ class _Checker:
 
     @contextmanager
     def noted(self, where: str) -> Iterator[None]:
-        """Add an exception raised inside the ``with`` to ``failures``, and continue."""
+        """Append an exception raised inside the ``with`` to ``failures``, and continue after it."""
         try:
             yield
         except Exception as error:
@@ -200,7 +200,7 @@ class _Checker:
         return self.method(case.model).attribute(case.inputs, case.target, case.mask, **options)
 
     def whole(self, case: _Case, options: dict[str, Any]) -> Tensor:
-        """Return the method's relevance for a case, cached by the options for later clauses."""
+        """Return the method's relevance for a case; results are cached by kind and options."""
         key = (case.kind, repr(options))
         if key not in self._wholes:
             self._wholes[key] = self.found(case, **options)
@@ -210,27 +210,27 @@ class _Checker:
 
     def signature(self) -> None:
         method, parameters = self.method, list(self.parameters.values())
-        _require(issubclass(method, Attribution), "the method does not subclass Attribution")
+        _require(issubclass(method, Attribution), "the method must subclass Attribution")
         _require(
             not self.unknown, f"no values to try of {self.unknown}: pass options={{name: Values}}"
         )
         names = [each.name for each in parameters[:4]]
         first = ["self", "inputs", "target", "additional_forward_args"]
-        _require(names == first, f"attribute takes {names} first, but Captum passes {first}")
+        _require(names == first, f"attribute takes {names} first, but must take {first}")
         kinds = [each.kind for each in parameters[4:]]
         _require(set(kinds) <= {inspect.Parameter.KEYWORD_ONLY}, "options must be keyword-only")
         lacking = [each.name for each in parameters[2:] if each.default is each.empty]
-        _require(not lacking, f"the arguments {lacking} of attribute have no default")
+        _require(not lacking, f"the arguments {lacking} of attribute need defaults")
         made, name = method(self.cases["ids"].model), method.get_name()
         _require(made.get_name() == name and name.split() and name == " ".join(name.split()),
-                 f"get_name() is {name!r}, not words with single spaces")  # fmt: skip
-        _require(callable(made.forward_func), "forward_func is not callable")
-        _require(isinstance(made.multiplies_by_inputs, bool), "multiplies_by_inputs is not a bool")
+                 f"get_name() is {name!r}: return words with single spaces")  # fmt: skip
+        _require(callable(made.forward_func), "forward_func must be callable")
+        _require(isinstance(made.multiplies_by_inputs, bool), "multiplies_by_inputs must be a bool")
         _require(made.has_convergence_delta() is ("return_convergence_delta" in self.parameters),
-                 "has_convergence_delta() is not whether attribute returns one")  # fmt: skip
+                 "has_convergence_delta() and return_convergence_delta differ")  # fmt: skip
         beneath = getattr(method.attribute, "__wrapped__", None)
         _require(beneath is not None and not hasattr(beneath, "__wrapped__"),
-                 "attribute has not exactly one decorator")  # fmt: skip
+                 "attribute must have exactly one decorator")  # fmt: skip
 
     def delta(self) -> None:
         case = self.cases["embeddings"]
@@ -276,7 +276,7 @@ class _Checker:
             _require(name.rstrip("s") in message, f"the error does not name {name}: {message}")
             _require(message.endswith((".", "?", ")")), f"the error is not a sentence: {message}")
         else:
-            raise AssertionError(f"the value of {name} raises no CaptumSSMError")
+            raise AssertionError(f"the value of {name} must raise a CaptumSSMError")
 
     @torch.no_grad()
     def captum(self) -> None:
@@ -332,7 +332,7 @@ class _Checker:
     def results(self, case: _Case) -> None:
         found = self.found(case)
         _require(type(found) is Tensor and not found.requires_grad, "the result is not detached")
-        _require(found.is_contiguous() and found.is_leaf, "the result is not a contiguous leaf")
+        _require(found.is_contiguous() and found.is_leaf, "the result must be a contiguous leaf")
         _require(found.shape == case.inputs.shape, f"the result has shape {tuple(found.shape)}")
         _require(found.dtype == torch.float64, f"a float64 model gives {found.dtype}")
         _require(bool(found.isfinite().all()), "the result contains NaN or infinity")
@@ -420,7 +420,7 @@ _BY_OPTION = ("padding", "parts", "precision")
 
 
 def _of(value: Any, example: int) -> Any:
-    """Return the value for one example, from a value or a mapping of values for the batch."""
+    """Return one example's part of an option's value, which may be a dict of values."""
     if isinstance(value, dict):
         return {name: _of(each, example) for name, each in value.items()}
     one_each = isinstance(value, Tensor) and value.dim() > 0 and len(value) == 2
@@ -491,7 +491,7 @@ _HOOKS = (
 
 
 def _state(model: nn.Module) -> dict[str, Any]:
-    """Return the state of the model and of torch that a call of a method must not change."""
+    """Return the state of the model and of torch, which an explanation method must not change."""
     state: dict[str, Any] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         gradient = None if tensor.grad is None else tensor.grad.clone()

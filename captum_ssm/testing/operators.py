@@ -22,7 +22,7 @@ from ..operators.kernels.bands import Band
 from ..operators.kernels.portions import Stream
 from ..operators.kernels.rows import Strip
 
-#: Largest errors by dtype, relative to the largest possible result if no terms canceled.
+#: Largest errors by dtype, relative to the largest result with absolute values of all terms.
 RTOL: Mapping[torch.dtype, float] = {torch.float64: 1e-11, torch.float32: 2e-5}
 #: Gradients of coefficients are long sums; their errors may be larger by this factor.
 _GRADIENTS = 10.0
@@ -192,7 +192,7 @@ class _Plain:
 def _plain(
     shape: Shape, matrices: Tensor, offset: Tensor | None, bound: Tensor | None
 ) -> tuple[_Plain, _Plain]:
-    """Return the matrices as :class:`_Plain`, and bounds on the size of terms that may cancel."""
+    """Return the matrices, and bounds on the size of terms that may cancel, as :class:`_Plain`."""
     size = matrices.abs() if bound is None else bound
     constant = None if offset is None else offset.double()
     of_size = None if constant is None else constant.abs()
@@ -267,7 +267,7 @@ def _inputs(
     )
 
 
-#: The clause's name, the operator's result, and a function that computes it from matrices.
+#: The clause's name, the operator's result, and a function that gets it from matrices.
 Clause = tuple[str, Tensor, Callable[[_Plain, _Inputs], Tensor]]
 
 
@@ -345,7 +345,7 @@ def _reduced(o: Operator, q: _Inputs, by: Reduce) -> Iterator[Clause]:
 
 
 def _entries_of(o: Operator, q: _Inputs, i: int) -> Iterator[Clause]:
-    """Yield the clauses about ``entries`` with pair ``i`` of factors, or with the band for -1."""
+    """Yield the clauses about ``entries`` with pair number ``i`` of factors; -1 is the band."""
     rows = q.rows if i <= 0 else [range(o.shape.tokens), q.rows[i % len(q.rows)]]
     left, right = q.factors[i]
     left, band = (q.u, q.band) if i < 0 else (left, {0: right})
@@ -395,7 +395,7 @@ class _Check:
     def close(
         self, clause: str, found: Tensor, wanted: Tensor, size: Tensor, looser: float = 1.0
     ) -> None:
-        """Raise unless a result is right, with an error relative to the size of its terms."""
+        """Raise unless ``found`` equals ``wanted``, with errors relative to ``size``."""
         about = self._about(clause)
         if found.shape != wanted.shape:
             raise AssertionError(f"{about} has shape {(*found.shape,)}, not {(*wanted.shape,)}.")
@@ -423,7 +423,7 @@ class _Check:
     def true(self, clause: str, holds: bool) -> None:
         """Raise an error that names the clause if ``holds`` is False."""
         if not holds:
-            raise AssertionError(f"{self._about(clause)}: this clause does not hold.")
+            raise AssertionError(f"{self._about(clause)}: the operator must keep this promise.")
 
     def raises(self, clause: str, error: type[Exception], ask: Callable[[], Any]) -> None:
         """Raise unless the call ``ask()`` raises an error of the given class."""
@@ -471,7 +471,7 @@ class _Check:
         size: _Plain,
         q: _Inputs,
     ) -> None:
-        """Check that coefficients are frozen; compare ``backward``, ``at`` and ``vjp``."""
+        """Check that coefficients are frozen; check ``backward``, ``at`` and ``vjp``."""
         o, names = self.operator, [name for name in given if name in self.operator.roles]
         usual = size.apply(q.v.double().cpu().abs()).max()
 
@@ -573,17 +573,17 @@ def _gradient(function: Callable[[Tensor], Tensor], at: Tensor, upstream: Tensor
 
 
 def _unrecorded(function: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
-    """Return a function's value; check that it records no graph under no_grad."""
+    """Return ``function(v)`` under no_grad, and check that no graph is recorded."""
     with torch.no_grad():
         out = function(v.clone().requires_grad_())
-    assert not out.requires_grad, "it records a graph under torch.no_grad()"
+    assert not out.requires_grad, "it must record no graph under torch.no_grad()"
     with torch.inference_mode():
         assert torch.equal(out, function(v.clone())), "its result differs in inference_mode"
     return out
 
 
 def _fed(stream: Stream, v: Tensor, longest: int, transposed: bool) -> Tensor:
-    """Return a stream's outputs for all tokens, which are passed to it a few at a time."""
+    """Pass values to a stream, a few tokens at a time; return the outputs for all tokens."""
     tokens = v.shape[1]
     parts = [slice(t, min(t + longest, tokens)) for t in range(0, tokens, longest)]
     found = [stream(v[:, p], p).clone() for p in (parts[::-1] if transposed else parts)]
@@ -591,8 +591,8 @@ def _fed(stream: Stream, v: Tensor, longest: int, transposed: bool) -> Tensor:
 
 
 def _whole(strip: Strip, shape: Shape, rows: range) -> Tensor:
-    """Check a strip's rows and shape, and return all its columns, zeros included."""
-    assert strip.rows == rows, f"its rows are {strip.rows}, not {rows}"
+    """Check the rows and shape of a strip of matrix rows, and return it with all columns."""
+    assert strip.rows == rows, f"its rows are {strip.rows}, but must be {rows}"
     by_head = [shape.heads] if strip.entries.dim() == 4 else []
     size = (shape.batch, *by_head, len(rows), len(strip.columns))
     assert strip.entries.shape == size, f"its entries have shape {tuple(strip.entries.shape)}"

@@ -13,7 +13,7 @@ from .small import CHANNELS, TOKENS, WIDTH
 
 
 class ByKind(NamedTuple):
-    """An option's values for each kind of inputs. A list or tensor has one value per example."""
+    """One value of an option per kind of inputs; a list or tensor has one entry per example."""
 
     ids: Any
     embeddings: Any

@@ -1,4 +1,4 @@
-"""Small models with random weights, and inputs for them, used by the checks of methods."""
+"""Small models with random weights, and their inputs, on which methods are checked."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Vision(nn.Module):
 
 @torch.no_grad()
 def randomized(model: nn.Module) -> nn.Module:
-    """Give a model random weights, scaled so that every earlier token has influence."""
+    """Set random weights, scaled so that all earlier tokens affect the output; return the model."""
     for name, parameter in model.named_parameters():
         noise = torch.randn_like(parameter)
         if name.endswith(("A_log", "dt_proj.bias")):

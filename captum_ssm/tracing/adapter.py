@@ -20,7 +20,7 @@ from .find import Mixer
 
 
 def linear_form(mixer: Mixer, call: Call) -> LinearMixer:
-    """Call the mixer's adapter, and check its result; errors name the mixer and the adapter."""
+    """Call the mixer's adapter, and check the result; errors name the mixer and the adapter."""
     try:
         with _blaming(mixer, "raised"):
             found: Any = mixer.linearize(mixer.module, call)
@@ -137,7 +137,7 @@ def _guarded(mixer: Mixer, linear: LinearMixer, width: int) -> Callable[[Tensor]
 
 
 def check_operator(mixer: Mixer, shape: tuple[int, ...], y: Tensor) -> None:
-    """Raise if the operator's output ``y`` has not the ``shape`` of the operator's values."""
+    """Raise if the operator's output ``y`` does not have the shape of the operator's values."""
     if tuple(y.shape) != shape:
         complaint = f"turns values of shape {shape} into {tuple(y.shape)}: the shape must be kept"
         raise _error(mixer, f"returned an operator that {complaint}")

@@ -44,7 +44,7 @@ def without_caches(model: nn.Module, stack: ExitStack, continued: Continued) -> 
 
 @contextmanager
 def sparing_caches(model: nn.Module) -> Iterator[None]:
-    """Pass each call a copy of its cache inside the ``with``, so that the cache stays unchanged."""
+    """Pass calls a copy of their cache inside the ``with``; the user's cache is unchanged."""
     copies: dict[int, tuple[Any, Any]] = {}
     running: list[nn.Module] = []
 

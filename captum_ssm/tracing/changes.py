@@ -67,7 +67,7 @@ class Shared:
 
 
 class _ByThread:
-    """An attribute's function that calls a different function in some threads.
+    """A function, stored as an attribute, that calls a replacement in some threads.
 
     Attributes:
         original: the function for all threads without a replacement.

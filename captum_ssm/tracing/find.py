@@ -87,7 +87,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def find_model(forward_func: Callable[..., Any], model: nn.Module | None = None) -> nn.Module:
-    """Return the model that ``forward_func`` is, or the model that ``forward_func`` uses.
+    """Return the model that ``forward_func`` is or calls.
 
     Args:
         forward_func: a module; a bound method or a partial; an object that holds a module, such as
@@ -162,7 +162,7 @@ def _whole(named: Iterable[tuple[str, nn.Module]]) -> dict[nn.Module, str]:
 
 
 def _mixes(model: nn.Module) -> bool:
-    """Return True if a module has mixers, supported or not."""
+    """Return True if a module contains mixers, supported or not."""
     return bool(registered_mixers(model)) or any(map(looks_like_a_mixer, model.modules()))
 
 

@@ -147,7 +147,7 @@ class _JoinSearch:
         self.loud: dict[int, Tensor] = {}
 
     def find(self) -> None:
-        """Find the joins of each group of stages by two replays, one without and one with noise.
+        """Find the sums that add outputs to the stream, by replays with and without noise.
 
         This calls each layer's :meth:`.Layer.join` with the stream and the steps to the stream, or
         with None if they were not found.
@@ -362,8 +362,8 @@ class _JoinSearch:
     ) -> Tensor | None:
         """Return the residual stream before the layers, if tensors of the run explain ``rest``.
 
-        ``rest`` may be a multiple of a tensor, a tensor plus a constant, or a sum of two tensors.
-        In all other cases return None.
+        ``rest``, the sum without the layers' outputs, may be a multiple of a tensor, a tensor plus
+        a constant, or a sum of two tensors. In all other cases return None.
         """
         first = self.layers[min(members)]
         block, inside = first.call.block, False

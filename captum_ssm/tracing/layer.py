@@ -131,7 +131,7 @@ class Layer:
         return self._left
 
     def hook_factor(self, left: Tensor) -> Tensor | None:
-        """Return the factor by which hooks changed the output to ``left``.
+        """Return the factor between the mixer's output and ``left``, the output after other hooks.
 
         :func:`hook_factor` defines the factor. It is empty, (0,), if a hook overwrote the output.
         """
@@ -152,7 +152,7 @@ class Layer:
 
     @property
     def factor(self) -> Tensor | None:
-        """The factor of other forward hooks on the mixer's output; None if they do not change it.
+        """The factor by which other forward hooks multiply the mixer's output; None if unchanged.
 
         The shape is (B, L, 1) or (B, L, E), in the layout of :attr:`output`.
 
@@ -344,7 +344,7 @@ def hook_factor(returned: Tensor, left: Tensor) -> Tensor | None:
 
 
 def _is_copy(x: Tensor, y: Tensor) -> bool:
-    """Return True if two tensors are equal; on a GPU the comparison may be read only later."""
+    """Return True if two tensors are equal; on a GPU the comparison may be deferred."""
     if x.shape != y.shape:
         return False
     return holds((x == y).all()) if are_noted(x) else torch.equal(x, y)

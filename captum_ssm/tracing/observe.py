@@ -36,7 +36,7 @@ class Watcher:
 
     @property
     def looks_away(self) -> bool:
-        """Return True if the watcher ignores mixers that are called now."""
+        """Return True while the watcher ignores mixer calls."""
         return False
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:

@@ -198,7 +198,7 @@ def _errors(layer: Layer, linear: LinearMixer) -> Errors:
 
 
 def _received_more(call: Call) -> bool:
-    """Return True if the call has other arguments than its sequence and plain values."""
+    """Return True if the call has arguments besides the sequence and plain values."""
     sequence = call.hidden_states
     others = (x for x in (*call.args, *call.kwargs.values()) if x is not sequence)
     return any(not isinstance(x, type(None) | bool | int | float | str) for x in others)

@@ -34,11 +34,9 @@ WITHIN_TOKENS = ("RwkvFeedForward", "RWKV6FeedForward", "RWKV7FeedForward")
 _SEED = 7_340_921_563
 #: Number of noise directions, which the layers use in turn.
 _DIRECTIONS = 16
-
 #: A projection is a head if it multiplies the number of features by this or more. Heads would take
 #: most of a replay's time.
 _WIDE = 8
-
 #: A lock for each model: only one thread at a time may replay it, since mixers are replaced in it.
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _making_locks = threading.Lock()
@@ -335,7 +333,7 @@ class Replays:
     def run(
         self, leaf: Leaf, root: Callable[[Tensor], Tensor] | None = None, moved: int = 0
     ) -> tuple[list[Tensor], Tensor]:
-        """Replay the run once.
+        """Run the model once more, with outputs of the mixers from ``leaf``.
 
         Args:
             leaf: a function that returns each layer's output.

@@ -54,7 +54,7 @@ def require_gathered(model: nn.Module, modules: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def whole(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Give split modules complete weights and the ``forward`` of their class, in the ``with``.
+    """Give split modules complete weights and the class's ``forward``, inside the ``with``.
 
     The processes exchange their parts of the weights, so every process must enter the ``with``.
 

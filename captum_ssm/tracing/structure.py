@@ -43,8 +43,6 @@ INSTEAD = (
     "Multiplying the layers' matrices would explain a different network. Use LatimFlow, which "
     "explains the network as it is, or select layers that follow each other with layers=[...]."
 )
-
-
 #: Advice in errors about layers that do not read the explained tokens.
 OF_A_TOWER = (
     "If the layer belongs to an image encoder beside the explained text, select the layers of the "
@@ -621,7 +619,7 @@ def _both_change(calm: Tensor, one: Tensor, other: Tensor) -> bool:
 
 
 def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], bool]]:
-    """Group layers that read the same stream; return groups and if it bypasses them.
+    """Group layers by the stream that they read; return each group with its ``has_stream``.
 
     Raises:
         NotAChain: when stages do not follow each other.
@@ -666,7 +664,7 @@ def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], boo
 
 
 def tokens_read(replays: Replays) -> list[Tensor | None]:
-    """Find which of the first tokens each layer reads, independently for each layer.
+    """Find the first token that each layer reads at each position, independently for each layer.
 
     Each replay has noise at one set of tokens. Each token is in a different half of the sets, so a
     position that mixes two tokens changes in more than half of the replays.

@@ -80,7 +80,7 @@ def _sum_of(branches: Sequence[Branch], change: Tensor, limit: Tensor) -> Way | 
 
 
 def summed(ways: Sequence[Way], weights: Sequence[float]) -> Way | None:
-    """Return one way equal to a weighted sum of ways, or None if a step differs between tokens."""
+    """Return steps equal to a weighted sum of ``ways``; None if a step differs between tokens."""
     shared = 0
     while all(len(way) > shared and way[shared] is ways[0][shared] for way in ways):
         shared += 1

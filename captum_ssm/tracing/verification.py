@@ -123,7 +123,7 @@ def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
 
 
 def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
-    """Return the errors of signed sums by one adjoint, without applying the operator.
+    """Return the errors of sums with random signs, by one adjoint of the operator.
 
     Args:
         linear: the linear mixer.

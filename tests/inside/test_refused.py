@@ -38,7 +38,7 @@ def test_what_is_no_layer() -> None:
         ("backbone.layers.7", r"'backbone.layers.7', but not a module.*layers.0.mixer.heads"),
         (7, "of type int, but not a module"),
         (None, "of type NoneType, but not a module"),
-        (f"{BLOCK}.mixer.in_proj", r"part of the mixer 'backbone.layers.1.mixer'.*heads"),
+        (f"{BLOCK}.mixer.in_proj", r"inside the mixer 'backbone.layers.1.mixer'.*heads"),
         (f"{BLOCK}.heads", r"one of these mixers with .*: backbone.layers.0.mixer"),
     ]
     for layer, said in cases:
