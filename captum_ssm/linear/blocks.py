@@ -147,8 +147,8 @@ class Blocks:
             self.passing = None
         if versions != [x._version for x in call.entering]:
             raise NotLinearError(
-                f"Module {call.name!r} changes its input in place, so it cannot run again in a "
-                "backward pass. Leave recompute=True out."
+                f"Module {call.name!r} changes its input in place, so recompute=True cannot run "
+                "the module again in a backward pass. Leave recompute out."
             )
         given = {id(x) for x in tensors_in((args, kwargs))}
         new = {id(x): x for x in tensors_in(returned) if x.is_floating_point()}
@@ -306,8 +306,8 @@ class _BlockCall:
         """Raise NotLinearError if the block returned different tensors when it ran again."""
         if [x.shape for x in left] != self.sizes or any(map(mode.is_bent, left)):
             raise NotLinearError(
-                f"Module {self.name!r} returns different tensors when it runs again in a backward "
-                "pass, or ends in an activation. Leave recompute=True out."
+                f"Module {self.name!r} returns different tensors when recompute=True runs it again, "
+                "or ends in an activation. Leave recompute out."
             )
 
 

@@ -156,9 +156,9 @@ def _by_token(kernel: Callable[..., Any]) -> Callable[..., Any]:
         unknown = [x for x in _names(kernel) if x not in _LAST and _is_given(given.get(x))]
         if unknown:
             raise CachedStateError(
-                f"{kernel.__name__} was called with {unknown[0]}= in a run that continues from a "
-                "cache, for which its gradients are not known. Pass the whole sequence in one "
-                "call, without a cache."
+                f"{kernel.__name__} was called with {unknown[0]}=, which has no known gradients in "
+                "a run that continues from a cache. Pass the whole sequence in one call, without "
+                "a cache."
             )
         heads, wide = value.shape[2], torch.promote_types(value.dtype, torch.float32)
         q, k = (x.to(wide)[:, 0].repeat_interleave(heads // x.shape[2], 1) for x in (query, key))

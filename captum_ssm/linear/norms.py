@@ -83,7 +83,7 @@ def frozen_norms(
         yield
     if not norms.any_met:
         raise InputError(
-            "frozen_norms found no norm inside its with. Run the model there, in the same thread "
+            "frozen_norms found no norm in its with block. Run the model there, in the same thread "
             "and uncompiled, or leave frozen_norms out if the model has no norms."
         )
 

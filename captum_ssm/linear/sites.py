@@ -227,8 +227,8 @@ class Sites:
         if root is not None and len(root) != len(tensors[0]):
             raise LayerError(
                 f"layer {site.name!r} has an activation of shape {shapes[0]}, in which the "
-                f"{len(root)} examples do not come first. Pass a layer that keeps them apart, "
-                "such as a block around it."
+                f"{len(root)} examples do not come first. Pass a layer whose first dimension is "
+                "the examples, such as a block around it."
             )
 
 

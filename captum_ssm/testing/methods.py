@@ -73,7 +73,7 @@ def check_method(
             checker.run(clause)
     if checker.failures:
         raise AssertionError(
-            f"{len(checker.failures)} checks of {checker.name} failed:\n"
+            f"{len(checker.failures)} checks of {checker.name} failed. Correct the method:\n"
             + "\n".join(f"- {failure}" for failure in checker.failures)
         )
 

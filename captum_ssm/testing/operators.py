@@ -387,7 +387,7 @@ class _Check:
                 break
             except Exception as error:
                 about = self._about(f"after {clause}")
-                raise AssertionError(f"{about}, the next clause raised {error!r}.") from error
+                raise AssertionError(f"{about}, the next method raised {error!r}.") from error
             same = all(map(torch.equal, given, kept))
             self.true(f"after {clause}, values and factors are unchanged", same)
             self.close(clause, found, wanted(plain, exact), wanted(size, largest))
@@ -398,11 +398,11 @@ class _Check:
         """Raise unless ``found`` equals ``wanted``, with errors relative to ``size``."""
         about = self._about(clause)
         if found.shape != wanted.shape:
-            raise AssertionError(f"{about} has shape {(*found.shape,)}, not {(*wanted.shape,)}.")
+            raise AssertionError(f"{about} has shape {(*found.shape,)}; return {(*wanted.shape,)}.")
         if self.dtype not in (None, found.dtype) or found.device != self.operator.device:
             raise AssertionError(
                 f"{about} is in {found.dtype} on {found.device}, but the coefficients are in "
-                f"{self.dtype} on {self.operator.device}. Both must be the same."
+                f"{self.dtype} on {self.operator.device}. Return both the same."
             )
         if not found.numel():
             return
@@ -417,7 +417,7 @@ class _Check:
             at = tuple(int(i) for i in torch.unravel_index(flat, error.shape))
             raise AssertionError(
                 f"{about} is wrong: the largest error, {worst:.1e} at {at}, exceeds {allowed:.1e}. "
-                f"Found {float(found[at]):.6g}, the matrices give {float(wanted[at]):.6g}."
+                f"Found {float(found[at]):.6g}; return {float(wanted[at]):.6g}, as by the matrices."
             )
 
     def true(self, clause: str, holds: bool) -> None:
@@ -432,7 +432,7 @@ class _Check:
         except error:
             return
         except Exception as other:
-            raise AssertionError(f"{self._about(clause)} raised {other!r}.") from other
+            raise AssertionError(f"{self._about(clause)} must not raise {other!r}.") from other
         raise AssertionError(f"{self._about(clause)} must raise {error.__name__}, but did not.")
 
     def promises(self, plain: _Plain) -> None:

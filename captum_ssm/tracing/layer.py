@@ -114,12 +114,12 @@ class Layer:
         if any(x is not None and x._version != version for x, version in weights):
             raise InputError(
                 f"Layer {self.name!r}: weights of the mixer were changed in place after the call, "
-                "so the recorded call is not valid. Read the layer before, or trace again."
+                "so the recorded call is not valid. Read it before the change, or trace again."
             )
         if self._versions != self._versions_of(self.call.hidden_states, self.output):
             raise InputError(
                 f"Layer {self.name!r}: the model changed the mixer's input or output in place "
-                "after the call, so the record is not valid. Use an out-of-place operation there."
+                "after the call, so the record is not valid. Use out-of-place operations there."
             )
 
     @property
@@ -268,9 +268,9 @@ class Layer:
             if self._has_joined:
                 raise InputError(
                     f"Layer {self.name!r}: the contributions of tokens cannot be followed into the "
-                    "residual stream, because the mixer's output passes more than factors, norms "
-                    "and projections of single tokens and one sum. Use LatimFlow, or LatimALTI "
-                    "with residual=False for the mixers' own maps."
+                    "residual stream. The mixer's output may pass only factors, norms and "
+                    "projections of single tokens, and one sum. Use LatimFlow, or LatimALTI with "
+                    "residual=False for the mixers' own maps."
                 )
             return ()
         return self._way
