@@ -77,7 +77,7 @@ def along_all_paths(
     gradients: Iterator[Tensor | None],
     behind: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> Iterator[tuple[int, Step, list[Tensor | None]]]:
-    """Yield the steps with the gradients at their tensors, along all paths from each step on.
+    """Yield each step with the gradients at the step's tensors, along all paths to the output.
 
     For a tensor that enters several blocks, gradients of later blocks are added to earlier ones.
 
@@ -270,7 +270,7 @@ class _BlockCall:
         args, kwargs: the arguments of the call.
         entering: the arguments that are tensors depending on the input.
         sizes: the shapes of the new floating tensors that the block returned.
-        anchor: a leaf by which autograd calls :meth:`_Returned.backward` of this call.
+        anchor: a leaf that makes autograd call :meth:`_Returned.backward` for this call.
         is_first: whether the block has not run again yet.
         steps: the number of steps outside of blocks before the call.
     """
@@ -306,7 +306,7 @@ class _BlockCall:
         """Raise NotLinearError if the block returned different tensors when it ran again."""
         if [x.shape for x in left] != self.sizes or any(map(mode.is_bent, left)):
             raise NotLinearError(
-                f"Module {self.name!r} returns different tensors when recompute=True runs it again, "
+                f"Module {self.name!r} returns other tensors when recompute=True runs it again, "
                 "or ends in an activation. Leave recompute out."
             )
 

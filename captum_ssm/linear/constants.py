@@ -28,7 +28,7 @@ class Ledger:
     """Records the constants that are added in the graph of a network linear in its input.
 
     A backward pass then passes each constant, its gradient and the name of the module that added
-    the constant to the function given to :meth:`entries_to`.
+    the constant to the function set by :meth:`entries_to`.
 
     Args:
         where: a function that returns the name of the running module.
@@ -156,7 +156,7 @@ def _droppable(constant: Tensor) -> Tensor:
 
 
 def share(product: Tensor, factors: int) -> Tensor:
-    """Return ``product`` with its gradient divided by ``factors``, so factors share it equally."""
+    """Return ``product`` with the gradient divided by the number of factors, for equal shares."""
     if not product.requires_grad:
         return product
     product.register_hook(  # type: ignore[no-untyped-call]

@@ -185,7 +185,7 @@ def direct_paths(
     *,
     layers: Sequence[str | nn.Module] | None = None,
 ) -> Iterator[DirectPaths]:
-    """Make a run inside the ``with`` leave a graph that contains only its direct paths.
+    """Give a run inside the ``with`` a graph that contains only the network's direct paths.
 
     Gradients of the output at the sources go through the residual stream, the frozen norms and the
     head, but through no mixer or MLP. These are the direct paths of LATIM's ALTI-Logit.

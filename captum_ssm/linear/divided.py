@@ -31,7 +31,7 @@ class Core:
         gate: the gate that multiplies a linear map of the result. Default: None.
         at_rest: the gate's value if its input is 0. Default: 0.
         result: the kernel's output, if there is a gate. Default: None.
-        mapped: the linear map of the kernel's output, if there is a gate. Default: None.
+        mapped: the kernel's output after a linear map, if there is a gate. Default: None.
         key: a key that identifies this object among all that divide relevance.
     """
 

@@ -79,8 +79,8 @@ class LookUp:
 
     Attributes:
         leaf: the rows that were looked up, (B, L', ...), in which the network is linear.
-        given: for each row the position of its id among the explained ids (B, L'), -1 for another
-            id; None if the positions are 0 .. L - 1.
+        given: for each row the position of its id among the explained ids (B, L'), -1 for a
+            different id; None if the positions are 0 .. L - 1.
         table: the embedding table, (V, ...).
     """
 
@@ -95,11 +95,11 @@ class Linearizing(TorchFunctionMode):
     Attributes:
         root: the input in which the network is linear; None until the run computes it.
         start: the copy of ``root`` that the model uses.
-        again: look-ups of the explained ids in further tables, such as an adapter's.
+        again: look-ups of the explained ids in further tables, such as a LoRA adapter's.
         others: further inputs in which the network is linear as well.
         ledger: the constants that the run adds.
         given: for each token of the root its id's position among the explained ids (B, L'), -1 for
-            another id; None if the positions are 0 .. L - 1.
+            a different id; None if the positions are 0 .. L - 1.
         bends: the number of calls of nonlinear functions so far.
         at_rest: for results of functions that are not 0 at 0, such as a sigmoid, the value at 0.
         reading: the mixer call whose own code is running. Default: None.
@@ -118,8 +118,8 @@ class Linearizing(TorchFunctionMode):
             ``"frozen"`` gives all relevance to the factor that does not come directly from an
             activation; other rules give equal shares. If all factors come from activations, or
             none does, every rule gives equal shares.
-        where: a function that returns the name of the running module, or its argument if no module
-            is running.
+        where: a function that returns the name of the running module, or the function's argument
+            if no module is running.
         constants: whether biases and other constants are kept. Default: True.
         by_role: whether backward passes can follow one role. Default: False.
     """
@@ -304,7 +304,7 @@ class Linearizing(TorchFunctionMode):
         """Raise for a value whose dependence on the input is unknown.
 
         With :attr:`defers` the value is returned instead, and raises if a backward pass reaches it.
-        In a mixer whose code is read, the call is left to the mixer's adapter.
+        In a mixer that is explained by its own code, the mixer's adapter handles the call instead.
         """
         if self.reading is not None:
             self.reading.given_up = True

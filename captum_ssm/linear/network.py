@@ -417,9 +417,9 @@ def linearized(
 ) -> Iterator[Network]:
     """Give forward runs inside the ``with`` an autograd graph that is linear in the input.
 
-    The model's results stay the same. Its gradient with respect to ``network.root`` is the gradient
-    of the frozen network: gradient times input, summed, plus the contributions of constants is the
-    output. Take gradients after the ``with``.
+    The model's results stay the same. The gradient of an output at ``network.root`` is the gradient
+    of the frozen network: gradient times input, summed, plus the constants' contributions equals
+    the output. Take gradients after the ``with``.
 
     Args:
         model: the module; it is not changed, and hooks are removed when the block ends.
@@ -435,8 +435,8 @@ def linearized(
         steps: whether the inputs and outputs of mixers are kept. Default: True.
         verify: whether operators are checked against their modules' outputs; a number is the
             tolerance. With ``constants=False`` this linearizes mixers twice. Default: False.
-        begins: the activation from which the network is explained; the residual stream around it
-            is separate. Default: None, the input.
+        begins: the activation from which the network is explained; a residual stream that bypasses
+            the activation is separate. Default: None, the input.
         cuts: further activations at which the graph ends and begins anew. Default: none.
         reads: activations that are only read. Default: none.
         recompute: whether blocks run again in backward passes, one at a time, instead of keeping

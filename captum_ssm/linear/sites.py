@@ -44,7 +44,7 @@ def find_site(
     *,
     at_input: bool = False,
 ) -> Site:
-    """Find the activation that a user names.
+    """Find the activation that ``layer`` names.
 
     Args:
         model: the model.
@@ -120,7 +120,7 @@ class SiteActivation:
         value: the activation's tensors that depend on the input, concatenated along the last
             dimension.
         sizes: the sizes of these tensors in the last dimension.
-        leaf: the leaf from which the network continues if it is cut here; else None.
+        leaf: the leaf from which the network continues, if the network is cut here; else None.
     """
 
     value: Tensor

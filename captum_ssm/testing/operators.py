@@ -52,8 +52,8 @@ def check_operator(
             keyword arguments and returns the operator.
         matrices: float64 matrices of each channel (B, H * P, L, L) or head (B, H, L, L), or (B, H,
             P, P, L, L) if the channels of a head mix, from the last P to the first. B may be 1 for
-            all examples. Pass a function of the coefficients, which is differentiable in all that
-            have roles, or a tensor if there are no coefficients.
+            all examples. Pass a function of the coefficients, which is differentiable in those
+            with roles, or a tensor if there are no coefficients.
         coefficients: float64 tensors by the names that :meth:`.Operator.tensors` uses. Default:
             None; the operator is then checked in the dtype that ``make()`` chooses, without
             gradients of coefficients.
@@ -68,7 +68,7 @@ def check_operator(
         seed: the seed of the random values. Global generators are not changed. Default: 0.
 
     Raises:
-        AssertionError: if a clause fails; the message names it.
+        AssertionError: if a clause fails; the message names the clause.
 
     Example:
         >>> import torch

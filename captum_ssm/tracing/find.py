@@ -91,15 +91,15 @@ def find_model(forward_func: Callable[..., Any], model: nn.Module | None = None)
 
     Args:
         forward_func: a module; a bound method or a partial; an object that holds a module, such as
-            a pipeline of transformers; or a function that uses a module.
-        model: the module, for functions that do not reveal it. Default: None.
+            a transformers pipeline; or a function that calls a module.
+        model: the module, if it cannot be found from ``forward_func``. Default: None.
 
     Returns:
         The module, without wrappers (see :func:`unwrap`).
 
     Raises:
-        ModelNotFoundError: when ``forward_func`` leads to no module, or to several, and ``model``
-            is not given.
+        ModelNotFoundError: when no module, or several, are found from ``forward_func``, and
+            ``model`` is None.
 
     Example:
         >>> from torch import nn
@@ -207,7 +207,7 @@ def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = Non
         One :class:`Mixer` for each module; with ``layers``, in the order of ``layers``.
 
     Raises:
-        NoMixerError: when there is none, or ``layers`` names a module that is no supported mixer.
+        NoMixerError: when no supported mixer is found, or ``layers`` names something else.
         UnsupportedMixerError: when modules look like mixers, but none has an adapter.
 
     Example:

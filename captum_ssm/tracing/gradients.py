@@ -70,7 +70,7 @@ def graphs_dropped(model: nn.Module) -> Iterator[None]:
 
 
 def in_graph(x: Tensor) -> Tensor:
-    """Return ``x`` as part of an autograd graph, which begins here if ``x`` is in none.
+    """Return ``x`` if it is part of an autograd graph; else begin a graph at its values.
 
     Without this call autograd records nothing for a frozen model that runs on token ids.
     """
@@ -105,7 +105,7 @@ def _checkpoints_without_reentry(model: nn.Module) -> Iterator[None]:
 
 
 def _checkpoint_run(checkpoint: Function, function: Function, *args: Any, **kwargs: Any) -> Any:
-    """Checkpoint a function with its first tensor argument made part of the autograd graph.
+    """Checkpoint a function after making its first tensor argument part of the autograd graph.
 
     Hooks on a layer of transformers 4 run inside the layer's checkpoint. A graph that begins in
     such a hook would be lost when the backward pass runs the layer again.

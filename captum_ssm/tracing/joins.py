@@ -193,7 +193,7 @@ class _JoinSearch:
             yield self.stages[start : start + max(1, most)]
 
     def _slots(self, numbers: Sequence[int]) -> dict[int, _Slot]:
-        """Distribute all tokens over some layers at random; each layer has noise at its tokens."""
+        """Distribute the tokens over layers at random; each layer then has noise at its tokens."""
         batch, tokens = self.leaves[numbers[0]].shape[:2]
         generator = torch.Generator("cpu").manual_seed(_SEED)
         drawn = torch.rand((batch, tokens), generator=generator, device="cpu").argsort(1)

@@ -43,7 +43,7 @@ class Layer:
         block: the module that directly contains the mixer, or None.
         call: the recorded call.
         tolerance: the largest accepted error of the operator, unless the user passes another.
-        stream: the tensor entering the block that holds the mixer, a term of the residual stream;
+        stream: the tensor that enters the mixer's block, a term of the residual stream;
             kept with ``graph="all"`` only, else None.
         stage: the number of the layer's stage, a group of layers that read the same residual
             stream; None before replays have determined it.
@@ -299,7 +299,7 @@ class Layer:
             tolerance: largest accepted error. Default: None, by the module's dtype: 1e-5 in float32
                 and float64, on a GPU 5e-3 in float32, 0.1 in bfloat16, 0.05 in float16. Beyond 1024
                 tokens it grows in proportion, up to 1e-3. Checks during the run compare sums over
-                tokens with random signs, and accept a quarter of it.
+                tokens with random signs, with a quarter of this tolerance.
 
         Raises:
             ReconstructionError: naming the layer and the error.

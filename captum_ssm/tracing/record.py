@@ -115,7 +115,7 @@ class Trace:
             layer: one of :attr:`layers`.
 
         Raises:
-            NonFiniteError: for a layer that holds NaN or infinity.
+            NonFiniteError: when a coefficient of the layer is NaN or infinite.
             InputError: when the model overwrote recorded tensors.
             ReconstructionError: when the mixer has changed since the run.
         """
@@ -216,8 +216,8 @@ def trace(
 ) -> Iterator[Trace]:
     """Record every mixer call of the forward runs made inside the ``with``.
 
-    The model is not changed: hooks are removed when the block ends. Models run without a cache
-    meanwhile.
+    The model is not changed: hooks are removed when the block ends. Inside the ``with`` models run
+    without a cache.
 
     Args:
         model: a module, wrapped or not (torch.compile, DataParallel, PEFT), or a bound method.
@@ -236,7 +236,7 @@ def trace(
         The :class:`Trace`; its layers are complete when the block ends.
 
     Raises:
-        ModelNotFoundError: when ``model`` leads to no module.
+        ModelNotFoundError: when no module is found from ``model``.
         NoMixerError, UnsupportedMixerError: as :func:`~captum_ssm.tracing.find_mixers` does.
 
     Example:
@@ -335,7 +335,7 @@ class Recorder(Watcher):
         return self.record.checks
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
-        """With ``graph="all"``, make the sequence entering a block part of the autograd graph."""
+        """With ``graph="all"``, begin an autograd graph at the sequence that enters a block."""
         if not is_block or self.graph != "all":
             return None
         self._begun.pop(module, None)

@@ -78,7 +78,7 @@ def least(number: int, modules: Iterable[nn.Module]) -> int:
     which they exchange weights.
 
     Args:
-        number: the number of this process.
+        number: the number of this process, such as the bytes of its free memory.
         modules: the modules of the model.
     """
     part: Any = next((x for m in filter(is_split, modules) for x in _parts(m)), None)

@@ -674,8 +674,8 @@ def tokens_read(replays: Replays) -> list[Tensor | None]:
             first layer if there is no root.
 
     Returns:
-        For each layer the token number (B, L') at every position, -1 for a token that is not among
-        the first. None for a layer that reads mixed tokens, other examples, or no first token.
+        For each layer the token number (B, L') at every position, -1 for a token that is no
+        first token. None for a layer that reads mixed tokens, other examples, or no first token.
 
     Raises:
         InputError: when a layer reads a different number of tokens in a replay.

@@ -55,7 +55,7 @@ def tolerance_for(output: Tensor, module: nn.Module | None = None) -> float:
     """Return the largest accepted error of an operator, by the module's precision.
 
     Args:
-        output: the module's output (B, L, E); call it within the autocast that the module ran in.
+        output: the module's output (B, L, E). Call this function in the same autocast context.
         module: the module, whose parameters may be less precise than its output. Default: None.
     """
     parameters = () if module is None else module.parameters()
@@ -112,7 +112,7 @@ def accepted(error: Error, limit: float) -> bool:
 
 
 def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
-    """Return the errors of a rebuilt output (B, L, E): of single numbers and of signed sums."""
+    """Return the errors of ``rebuilt`` (B, L, E) in single numbers and sums with random signs."""
     differences = rebuilt - real.to(rebuilt)
     batch, tokens, *_ = real.shape
     signs = _signs(_DRAWS, batch, tokens, rebuilt)
@@ -180,7 +180,7 @@ def _size(x: Tensor) -> Tensor:
 
 
 def _signs(draws: int, batch: int, tokens: int, like: Tensor) -> Tensor:
-    """Return 1 or -1 for each token, (draws, B, L), by a hash of the index, cached within a call.
+    """Return random signs (draws, B, L), computed by hashing indices and cached within a call.
 
     This changes no random generator, and copies nothing to the device.
     """
@@ -224,7 +224,7 @@ def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Line
     """Return True if the module's own rounding error is about as large as an operator's error.
 
     Both are compared with the module's output in float64. The operator must also reproduce that
-    output, in float64 or as it is.
+    output, in float64 or in its own precision.
 
     Args:
         mixer, call: the mixer and the recorded call.
@@ -258,7 +258,7 @@ def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Line
 
 
 class _Widened(TorchFunctionMode):
-    """Replaces float32 by float64 in torch calls: many modules compute parts in float32."""
+    """Replaces float32 by float64 in torch calls, since many modules compute parts in float32."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
