@@ -76,7 +76,7 @@ class Core:
         return found
 
     def _at(self, node: float, up: Tensor, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the gradients with factors in ``live`` moved to ``node`` from their references."""
+        """Return the gradients at the point ``node`` between references (0) and factors (1)."""
         at = {name: x.detach() for name, x in self.factors.items()}
         names = [name for name in live if name != _GATE]
         for name in names:

@@ -407,7 +407,7 @@ def attention(
 
 
 def _of_content(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    """Call a kernel whose only known role is content; leave rules for more to the adapter."""
+    """Call a kernel if only content and gates get relevance; else leave it to the adapter."""
     entry = reading.give_up if reading.mode.divides else functools.partial(_vectors, reading)
     return entry(kernel, *args, **given)
 

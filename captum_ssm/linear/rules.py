@@ -114,7 +114,7 @@ def plain(name: str) -> str:
 
 
 def linear(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a linear function that only rearranges numbers, and copy the mark of activations."""
+    """Call a linear function that only rearranges numbers; activations' outputs stay marked."""
     out = func(*args, **kwargs)
     if mode.is_bent(args[0]):
         for view in out if isinstance(out, tuple | list) else (out,):

@@ -114,7 +114,7 @@ class Layer:
         if any(x is not None and x._version != version for x, version in weights):
             raise InputError(
                 f"Layer {self.name!r}: weights of the mixer were changed in place after the call, "
-                "so the recorded call is not valid. Read it before the change, or trace again."
+                "so the recorded call is not valid. Read it before the change, or run again."
             )
         if self._versions != self._versions_of(self.call.hidden_states, self.output):
             raise InputError(
