@@ -177,7 +177,7 @@ class _JoinSearch:
         self.real, self.noisy = {}, {}
 
     def _after(self, stage: Sequence[int]) -> int:
-        """Return the number of layers that read the next residual stream; 1 after the last stage."""
+        """Return the number of layers that read the next stream, or 1 after the last stage."""
         later = [other for other in self.stages if other[0] > stage[-1]]
         return len(later[0]) if later else 1
 
