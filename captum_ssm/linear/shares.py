@@ -30,9 +30,9 @@ from ..operators.coefficients import (
 from ..operators.kernels.arithmetic import full_precision
 from .constants import Ledger
 
-#: The roles that get relevance. ``"frozen"``: content. ``"half"``: content and gates. ``"centered"``:
-#: also keys, queries and steps; of keys and queries only the difference from their mean so far
-#: counts. ``"balanced"``: the gradient, in full for content and half for all other roles.
+#: The roles that get relevance. ``"frozen"``: content. ``"half"``: content and gates.
+#: ``"centered"``: also keys, queries and steps; of keys and queries only the difference from their
+#: mean so far counts. ``"balanced"``: the gradient, in full for content and half for the others.
 Rule = Literal["frozen", "half", "centered", "balanced"]
 
 
