@@ -21,8 +21,8 @@ from ..tracing.projection import projection_of
 from .messages import MessageShare, carried, is_attention, of_heads, share_of
 from .pairs import Edges, Pairs, pairs_of
 
-#: The replacement of messages: nothing, the message of the mean token, or the messages of a run on
-#: another input, given as the model's arguments.
+#: Values of the option ``replace``: None for zeros, ``"mean"`` for the mean token's message, or the
+#: model's arguments for a second run, whose messages replace the cut ones.
 Replacement = None | Literal["mean"] | Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
@@ -34,12 +34,12 @@ class Donor(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """The properties that edges share if a pair of tokens that several name is cut once.
+    """The way in which edges are cut; a message in several edges of one kind is cut only once.
 
     Attributes:
         share: the components and heads of each message that are cut.
         selection: whether the sources' effect on the coefficients is also removed.
-        by: the knock-out that puts something in place of the messages; None for nothing.
+        by: the knock-out whose ``replace`` replaces the messages; None without replacement.
     """
 
     share: MessageShare
@@ -63,8 +63,8 @@ def read_replacement(given: Replacement) -> Literal["mean"] | Donor | None:
     if isinstance(given, Mapping):
         return Donor((), given)
     raise OptionError(
-        f"replace={given!r} is not known. Use None, 'mean', or the input of another run: a tensor, "
-        "a tuple of the model's arguments, or a mapping of them."
+        f"replace={given!r} is not accepted. Pass None, 'mean', or the input of a second run: a "
+        "tensor, a tuple of the model's arguments, or a mapping of them."
     )
 
 
@@ -72,9 +72,9 @@ class KnockOut(Protocol):
     """The attributes of a knock-out that :class:`CutCall` uses; see :func:`~captum_ssm.knock_out`.
 
     Attributes:
-        of: the edges that name each mixer.
-        given: the value that the user passed as ``replace``.
-        verify: whether operators are checked against their modules; a number is the tolerance.
+        of: for each mixer module, the edges that select the mixer.
+        given: the checked value of ``replace``.
+        verify: whether to compare operators with their modules' outputs, or the tolerance.
         sent: messages of the second run along the edges, by mixer and call number.
         read: inputs of the mixers in the second run, by mixer and call number.
     """
@@ -89,15 +89,15 @@ class KnockOut(Protocol):
     def donor(self) -> Donor | None:
         """The second run that supplies replacement messages, or None."""
 
-    def meets(self, edges: Iterable[Edges]) -> None:
-        """Record the edges whose kind of mixer has run, to find edges that match no mixer."""
+    def record_matched(self, edges: Iterable[Edges]) -> None:
+        """Record edges that a mixer in the run matched; other edges raise an error afterwards."""
 
     def given_tokens(self, layer: str, number: int) -> tuple[tuple[int, int], Tensor]:
         """Return the input's size (B, L), and each mixer token's input position (B, L')."""
 
 
 class CutCall:
-    """One call of a mixer, and the knock-outs ``acting`` on its messages, the innermost last."""
+    """One call of a mixer, and the active knock-outs ``acting``, from outermost to innermost."""
 
     def __init__(self, mixer: Mixer, call: Call, number: int, acting: Sequence[KnockOut]) -> None:
         self.mixer, self.number = mixer, number
@@ -114,7 +114,7 @@ class CutCall:
                 self.edges.setdefault(kind, []).append(edges)
 
     def sent(self, donor: KnockOut) -> dict[Kind, Tensor]:
-        """Return the messages along the edges in this run, before the projection, (B, L, H, P)."""
+        """Return this call's messages along the edges, which a later run uses as replacements."""
         with torch.inference_mode(False), torch.no_grad(), full_precision(self.output.device):
             self._keep_kind()
             return {
@@ -144,8 +144,6 @@ class CutCall:
             out = out.masked_fill(where, 0)
         return None if out is self.output else out
 
-    # --- the mixer as a map -----------------------------------------------------------------
-
     @functools.cached_property
     def linear(self) -> LinearMixer:
         """The linear form of the mixer in this call, checked against the module's output."""
@@ -158,20 +156,18 @@ class CutCall:
         return found
 
     def _keep_kind(self) -> None:
-        """Leave out edges that name mixers of the other kind, ``"attention"`` or ``"ssm"``."""
+        """Drop edges with ``layers="attention"`` or ``"ssm"`` if the mixer is of the other kind."""
         if all(e.is_of_kind(True) and e.is_of_kind(False) for s in self.edges.values() for e in s):
             return
         attention = is_attention(self.linear)
         kept = {k: [e for e in s if e.is_of_kind(attention)] for k, s in self.edges.items()}
         self.edges = {kind: edges for kind, edges in kept.items() if edges}
         for one in self.acting:
-            one.meets(edges for some in self.edges.values() for edges in some)
-
-    # --- pairs of its tokens ----------------------------------------------------------------
+            one.record_matched(edges for some in self.edges.values() for edges in some)
 
     @functools.cached_property
     def _tokens(self) -> tuple[tuple[int, int], Tensor | None]:
-        """Return (B, L) that positions count in, and each token's position (B, L'), or None."""
+        """Return the input's size (B, L), and each mixer token's input position; None if equal."""
         if self.linear.map is not None:
             shape = self.linear.operator.shape
             return (shape.batch, shape.tokens), None
@@ -183,7 +179,7 @@ class CutCall:
         return size, None if same else places
 
     def _pairs(self, kind: Kind, edges: Sequence[Edges] | None = None) -> list[Pairs]:
-        """Return the pairs of tokens of the edges of a kind, or of some of them; kept for reuse."""
+        """Return the token pairs of a kind's edges, or only of the passed ``edges``; cached."""
         size, places = self._tokens
         named = tuple(self.edges[kind] if edges is None else edges)
         if (kind, named) not in self._found:
@@ -192,7 +188,7 @@ class CutCall:
         return self._found[kind, named]
 
     def _refuse_two_ways(self) -> None:
-        """Raise if edges cut one message in two ways."""
+        """Raise OptionError if two kinds of edges would cut the same message differently."""
         kinds = list(self.edges)
         for i, one in enumerate(kinds):
             for other in kinds[:i]:
@@ -201,18 +197,16 @@ class CutCall:
                     continue
                 if (one.is_whole and other.by is None) or (other.is_whole and one.by is None):
                     continue  # nothing is left either way
-                if _meet(self._pairs(one), self._pairs(other)):
+                if _overlap(self._pairs(one), self._pairs(other)):
                     raise OptionError(
-                        f"Layer {self.mixer.name!r}: edges cut one message in two ways, by other "
-                        "heads, component, selection or replacement, or once with the constants "
-                        "(sources=None). Let edges of different ways have no pair of tokens in "
-                        "common."
+                        f"Layer {self.mixer.name!r}: {self.edges[other][0]} and "
+                        f"{self.edges[one][0]} cut one message in two ways. Pass the same heads, "
+                        "component, selection and replace in both (and sources in both or none), "
+                        "or edges without a common pair of tokens."
                     )
 
-    # --- cutting -----------------------------------------------------------------------------
-
     def _lost(self, kind: Kind) -> Tensor:
-        """Return the sum of the cut messages before the output projection, (B, L, H, P)."""
+        """Return the cut messages minus replacements, before the projection, (B, L, H, P)."""
         pairs = self._pairs(kind)
         if kind.selection:
             return self._lost_with_selection(kind, pairs)
@@ -223,15 +217,15 @@ class CutCall:
         key = self.mixer.module, self.number
         sent = kind.by.sent.get(key, {}).get(kind)
         if sent is None or sent.shape[1:] != lost.shape[1:] or len(sent) not in (1, len(lost)):
-            got = "no such call" if sent is None else f"(B, L) = {tuple(sent.shape[:2])}"
+            got = "does not run the layer" if sent is None else f"has {tuple(sent.shape[:2])}"
             raise InputError(
-                f"Layer {self.mixer.name!r}: replace is the input of a run with {got}, but this "
-                f"run has (B, L) = {tuple(lost.shape[:2])}. Pass an input of as many tokens."
+                f"Layer {self.mixer.name!r}: the run on the replace input {got}, but this run has "
+                f"(B, L) = {tuple(lost.shape[:2])}. Pass replace with {lost.shape[1]} tokens."
             )
         return lost - sent
 
     def _message(self, kind: Kind, pairs: Sequence[Pairs]) -> Tensor:
-        """Sum messages along pairs (B, L, H, P), minus the mean token's if ``replace="mean"``."""
+        """Sum messages along pairs, (B, L, H, P); ``replace="mean"`` subtracts the mean token's."""
         linear, values = self.linear, None
         if kind.by is not None and kind.by.given == "mean":
             values = linear.values - _mean(linear.values, linear.mask)
@@ -249,9 +243,11 @@ class CutCall:
         elif kind.by is not None:
             read = kind.by.read.get((self.mixer.module, self.number))
             if read is None or read.shape[1:] != hidden.shape[1:]:
+                got = None if read is None else tuple(read.shape)
                 raise InputError(
-                    f"Layer {self.mixer.name!r}: replace is the input of a run of another size. "
-                    "Pass an input of as many tokens."
+                    f"Layer {self.mixer.name!r}: the layer's input has shape {got} in the run on "
+                    f"the replace input, but {tuple(hidden.shape)} in this run. Pass replace with "
+                    f"{hidden.shape[1]} tokens."
                 )
             fill = fill + read
         whole, lost = linear.operator.affine(linear.values), torch.zeros_like(linear.values)
@@ -296,9 +292,9 @@ class _Without(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise GradientModeError(
-            "A gradient was taken through messages that knock_out has cut. It would be wrong, as "
-            "their inputs are not recorded. Run the model under torch.no_grad() there, and explain "
-            "it outside of knock_out; EdgeEffects estimates effects of cuts."
+            "A gradient was taken through messages that knock_out has cut. It would be wrong, "
+            "because cuts are not differentiated. Inside knock_out, run the model under "
+            "torch.no_grad(); to estimate effects of cuts, use EdgeEffects."
         )
 
 
@@ -321,8 +317,8 @@ def _mean(x: Tensor, mask: Tensor | None) -> Tensor:
     return (x * keep).sum(1, keepdim=True) / keep.sum(1, keepdim=True).clamp_min(1)
 
 
-def _meet(one: Sequence[Pairs], other: Sequence[Pairs]) -> bool:
-    """Return True if two sets of token pairs overlap."""
+def _overlap(one: Sequence[Pairs], other: Sequence[Pairs]) -> bool:
+    """Return True if some pair of tokens is in both ``one`` and ``other``."""
     return any(
         bool((a.targets[r] & t).any(-1).logical_and((a.sources[r] & s).any(-1)).any())
         for a in one
@@ -333,7 +329,7 @@ def _meet(one: Sequence[Pairs], other: Sequence[Pairs]) -> bool:
 
 
 def _goes_forward(pairs: Pairs) -> bool:
-    """Return True if some pair in some example has its target at or after its source."""
+    """Return True if in some example a target is at or after a source."""
     tokens = pairs.targets.shape[-1]
     position = torch.arange(tokens)
     last = torch.where(pairs.targets, position, -1).amax(-1)

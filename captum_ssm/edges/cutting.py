@@ -26,7 +26,7 @@ from .cut import CutCall, Donor, Kind, Replacement, read_replacement
 from .given import Given, given_tokens
 from .pairs import KINDS, Edges
 
-#: Attributes that name edges.
+#: Fields of :class:`Edges` of which at least one must be set.
 _NAMED = ("layers", "sources", "targets", "heads", "component")
 
 
@@ -40,17 +40,16 @@ def knock_out(
 ) -> Iterator[None]:
     """Run a model without some of the messages between its tokens.
 
-    Inside the ``with`` every mixer's output loses the messages that its operator carries along the
-    edges, by the coefficients of that run; everything else runs on. A source also changes its
-    neighbors' coefficients (B, C and the step of a Mamba, computed behind a convolution). This
-    effect stays, unless :class:`Edges` has ``selection=True``. Knock-outs may be nested; a message
-    that several of them cut is cut once. The model keeps no cache meanwhile: generate texts with
-    ``use_cache=False``.
+    Inside the ``with`` block, the messages along the edges are subtracted from each mixer's output,
+    with the coefficients of that run. A source also changes its neighbors' coefficients (B, C and
+    the step of a Mamba, computed after a convolution). This effect stays, unless :class:`Edges` has
+    ``selection=True``. Knock-outs may be nested; a message that several of them cut is cut once.
+    The model runs without a cache in the block: generate texts with ``use_cache=False``.
 
     Positions count the tokens given to the model, for images the tokens of its first mixer. If
     edges name sources or targets, the model runs once more, and some ten times without its mixers,
-    to find the tokens that each layer reads. Your hooks see these runs. A second call with the same
-    arguments reuses the result.
+    to find the tokens that each layer reads. Your hooks are called in these runs, too. A second
+    call with the same arguments reuses the result.
 
     Args:
         model: a module, wrapped or not, or a function that runs one; see
@@ -69,10 +68,11 @@ def knock_out(
         OptionError: for arguments of other kinds, edges that name nothing, components or heads
             that a layer does not have, and edges that cut one message in two ways.
         QueryError: for positions outside the tokens, or edges to earlier tokens in a causal layer.
-        InputError: when tokens cannot be followed to a layer, or the other run differs in size.
+        InputError: when a layer's tokens are not found in the input, or ``replace`` has a different
+            size.
         TrainingModeError: if edges name sources or targets and a module is random.
         GradientModeError: when a gradient is taken through messages that were cut.
-        ReconstructionError: when ``verify`` finds an operator that is not its module.
+        ReconstructionError: when ``verify`` finds that an operator differs from its module.
 
     Example:
         >>> import torch
@@ -88,11 +88,11 @@ def knock_out(
     """
     for one in edges:
         if not isinstance(one, Edges):
-            raise OptionError(f"edges holds {one!r}. Pass Edges(layers, sources, targets).")
+            raise OptionError(f"edges contains {one!r}. Pass only Edges(layers, sources, targets).")
         if all(getattr(one, name) is None for name in _NAMED):
             raise OptionError(
-                "Edges() names nothing, and would cut everything that every mixer writes. Name "
-                "layers, sources, targets, heads or a component; Edges(layers=slice(None)) is "
+                "Edges() selects nothing, and would cut the whole output of every mixer. Pass "
+                "layers, sources, targets, heads or component; Edges(layers=slice(None)) selects "
                 "every layer."
             )
     module = find_model(model)
@@ -117,14 +117,14 @@ class _KnockOut(Watcher):
     edges: Sequence[Edges]
     given: Literal["mean"] | Donor | None
     verify: bool | float
-    #: Messages of the other run along the edges, by mixer and the number of its call.
+    #: Messages along the edges in the run on the ``replace`` input, by mixer and call number.
     sent: dict[tuple[nn.Module, int], dict[Kind, Tensor]] = field(default_factory=dict)
-    #: Inputs of these calls in the other run.
+    #: The mixers' inputs in the same run, by mixer and call number.
     read: dict[tuple[nn.Module, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         mixers = registered_mixers(self.model)
-        self.vouched = all(_vouches_for_others(one, mixers) for one in self.edges)
+        self.vouched = all(_lists_mixers(one, mixers) for one in self.edges)
         if not self.vouched:
             mixers = find_mixers(self.model)
         inside = {mixer.module for mixer in mixers}
@@ -135,16 +135,16 @@ class _KnockOut(Watcher):
                 self.of.setdefault(mixer.module, []).append(one)
         acting = (*_active.get(), self)
         by_token = [m for m in self.mixers if any(_names_tokens(k.of, m.module) for k in acting)]
-        #: Mixers whose edges name tokens, and the modules around them. When the outermost of these
-        #: is called, the given tokens that each mixer reads are looked for.
+        #: Mixers whose edges name tokens, and the modules around them. At a call of the outermost
+        #: of them, each mixer's tokens are first mapped to the input's tokens.
         self._by_token = {outer for m in by_token for outer in (m.module, *m.around)}
-        #: The model's state before it was watched, and since.
+        #: The model's state before and after this knock-out registered its hooks.
         self._states: tuple[Any, Any] = (), ()
         self._given: Given | None = None
         self._depth = 0
         self._calls: Counter[nn.Module] = Counter()
         self._listening = False
-        self._met: set[Edges] = set()
+        self._matched: set[Edges] = set()
 
     @property
     def donor(self) -> Donor | None:
@@ -159,7 +159,7 @@ class _KnockOut(Watcher):
                 stack.enter_context(torch.no_grad())
                 self.model(*donor.args, **donor.kwargs)
         except QueryError as error:
-            raise QueryError(f"In the run that replace asks for: {error}") from error
+            raise QueryError(f"In the run on the replace input: {error}") from error
         finally:
             self._listening = False
 
@@ -179,7 +179,7 @@ class _KnockOut(Watcher):
         self._states = unwatched, self._state()
 
     def _state(self) -> tuple[Any, ...]:
-        """Return the model's state, by which answers are reused, if tokens are looked for."""
+        """Return the model's state, a key of the cached tokens; empty if no edges name tokens."""
         return tuple(state_of(self.model)) if self._by_token else ()
 
     @property
@@ -223,17 +223,17 @@ class _KnockOut(Watcher):
             return
         self._depth = max(0, self._depth - 1)
         if self._depth == 0 and output is not None:  # else the call failed
-            missed = [e for es in self.of.values() for e in es if e not in self._met]
+            missed = [e for es in self.of.values() for e in es if e not in self._matched]
             kind = next((e.layers for e in missed if e.layers in KINDS), None)
             if kind is not None:
                 raise NoMixerError(
-                    f"layers={kind!r}, but no mixer that ran is of this kind. Its mixers are "
-                    f"{', '.join(mixer.name for mixer in self.mixers)}."
+                    f"layers={kind!r}, but no mixer that ran is of this kind. Pass one of the "
+                    f"model's mixers, {', '.join(mixer.name for mixer in self.mixers)}."
                 )
 
-    def meets(self, edges: Iterable[Edges]) -> None:
-        """Record the edges whose kind of mixer has run, to find edges that match no mixer."""
-        self._met.update(edges)
+    def record_matched(self, edges: Iterable[Edges]) -> None:
+        """Record edges that a mixer in the run matched; other edges raise an error afterwards."""
+        self._matched.update(edges)
 
     def _forget(self) -> None:
         self._depth, self._given = 0, None
@@ -241,7 +241,7 @@ class _KnockOut(Watcher):
     def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
         """Return the mixer's output without the cut messages; None if the output is unchanged.
 
-        In a donor's run nothing changes; its messages and inputs are kept.
+        In the run on the ``replace`` input nothing changes; messages and inputs are stored.
         """
         if self.looks_away:
             return None
@@ -257,20 +257,20 @@ class _KnockOut(Watcher):
         return None
 
     def given_tokens(self, layer: str, number: int) -> tuple[tuple[int, int], Tensor]:
-        """Return (B, L) of the model's input, and each token's place there (B, L'), -1 for none."""
+        """Return the input's size (B, L), and a call's tokens as input positions (B, L'), or -1."""
         places = None if self._given is None else self._given.places.get((layer, number))
         if self._given is None or places is None:
             raise InputError(
-                f"Layer {layer!r}: the tokens given to the model cannot be followed to the "
-                "layer's input, so positions are not defined there. Leave sources and targets out "
-                "to cut all of it, or pass the model the tokens that its layers read."
+                f"Layer {layer!r}: sources and targets are positions in the model's input, but the "
+                "layer's tokens were not found there. Leave sources and targets out to cut the "
+                "whole layer, or call the model with the tokens that its layers read."
             )
         return self._given.size, places
 
 
-#: Whether the model runs to find the mixers' inputs, without cuts.
+#: True while the model runs without cuts, to map the mixers' tokens to the input's tokens.
 _looks_away: ContextVar[bool] = ContextVar("captum_ssm_looks_away", default=False)
-#: The knock-outs of this thread, or asynchronous task, the innermost last.
+#: The active knock-outs of this thread or asynchronous task, from outermost to innermost.
 _active: ContextVar[tuple[_KnockOut, ...]] = ContextVar("captum_ssm_knock_out", default=())
 
 
@@ -279,10 +279,10 @@ def _names_tokens(of: Mapping[nn.Module, Sequence[Edges]], mixer: nn.Module) -> 
     return any(e.sources is not None or e.targets is not None for e in of.get(mixer, ()))
 
 
-def _vouches_for_others(edges: Edges, mixers: Sequence[Mixer]) -> bool:
-    """Return True if edges name single mixers, so that mixers not named may lack an adapter.
+def _lists_mixers(edges: Edges, mixers: Sequence[Mixer]) -> bool:
+    """Return True if ``layers`` lists single mixers, so that all others may lack an adapter.
 
-    A number, a kind or a family may mean any mixer, also one without an adapter, which is refused.
+    A number, kind or family may select a mixer without an adapter, which raises an error.
     """
     layers = edges.layers
     several = layers if isinstance(layers, list | tuple) else [layers]

@@ -30,11 +30,11 @@ from .truth import Interventions, Truth, sampled
 class EdgeEffects(Explainer):
     """Estimated effects of cutting each message between tokens on an output.
 
-    One forward and one backward run give them for every layer, target and source. By default they
-    use the model's own gradient, and norms computed without the message. An effect then estimates
-    the true intervention, :func:`~captum_ssm.knock_out`; :meth:`validate` compares the two. With
-    ``rule`` they use the gradient of :class:`~captum_ssm.LatimFlow`'s linear network. Then all
-    edges of a layer, its constants and the stream past it sum to the output.
+    One forward and one backward run estimate the effects for every layer, target and source. By
+    default the gradient is the model's own, and norms are recomputed without the message. An effect
+    then estimates the true intervention, :func:`~captum_ssm.knock_out`; :meth:`validate` compares
+    the two. With ``rule`` the gradient is computed in :class:`~captum_ssm.LatimFlow`'s linear
+    network. Then a layer's edges and constants, and the residual stream, sum to the output.
 
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
@@ -114,10 +114,10 @@ class EdgeEffects(Explainer):
         Raises:
             OptionError: for an unknown option.
             InputError, TargetError: for inputs or a target that do not fit, and for layers that
-                are no chain.
+                do not form a chain.
             GradientModeError: when no gradient of the target reaches a layer.
-            NonFiniteError: when an operator holds NaN or infinity.
-            ReconstructionError: when ``verify`` finds an operator that is not its module.
+            NonFiniteError: when an operator contains NaN or infinity.
+            ReconstructionError: when ``verify`` finds that an operator differs from its module.
         """
         verify = checks.tolerance("verify", verify)
         asked = Against(target, contrast)
@@ -147,14 +147,15 @@ class EdgeEffects(Explainer):
             inputs, target, additional_forward_args, contrast: as in :meth:`attribute`, with the
                 same defaults. For ``contrast="all"`` or ``"others"`` the true effect is on the
                 log-probability or the log-odds themselves.
-            edges: each of them is cut separately, in all examples. Default: None, single edges are
-                sampled from all layers and examples, half of them in proportion to their effects.
+            edges: the edges, each of which is cut separately in all examples. Default: None, single
+                edges are sampled from all layers and examples, half in proportion to their effects.
             samples: number of sampled edges. Default: 200.
             seed: the random seed of the sample. Default: 0.
             at_a_time: number of copies of an example that run together. Default: 16.
 
         Returns:
-            Both numbers for every edge, with their correlation and how often their signs agree.
+            The true and the estimated effect of every edge, with their correlation and the share of
+            equal signs.
 
         Raises:
             OptionError: for an option that is not known.
@@ -162,7 +163,7 @@ class EdgeEffects(Explainer):
         """
         for name, value in (("samples", samples), ("at_a_time", at_a_time)):
             if checks.count(name, value) is None:
-                raise OptionError(f"{name}=None must be an integer, at least 1.")
+                raise OptionError(f"{name}=None is not accepted. Pass an integer of at least 1.")
         tensor, _ = single_input(inputs)
         additional = as_tuple(additional_forward_args)
         effects = self.attribute(tensor, target, additional, contrast=contrast)

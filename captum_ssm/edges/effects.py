@@ -2,8 +2,8 @@
 
     effect[i, j] = <d output / d y_i, T_i(x_j)>
 
-y_i is a mixer's output at token i, and T_i(x_j) the message in it from token j. If the model's
-output were linear in y_i, it would lose the effect without the message.
+y_i is a mixer's output at token i, and T_i(x_j) the message from token j. If the model's output
+were linear in y_i, removing the message would decrease the output by the effect.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Edge(NamedTuple):
         name: the name of the layer's mixer.
         target: the position of the token that receives the message.
         source: the position of the token that sends the message.
-        effect: the estimated loss of the output.
-        first_order: whether norms behind the layer are taken to first order, which misses how they
-            change without a large message. Default: False.
+        effect: the estimated decrease of the output if the message is cut.
+        first_order: whether norms after the layer are approximated to first order, which is
+            inexact for large messages. Default: False.
     """
 
     layer: int
@@ -65,8 +65,8 @@ class LayerEffects:
         mixer: the mixer.
         linear: its linear form at the run's input.
         gradient: the gradient at the mixer's output, (B, L, E).
-        readers: the norms that read its output, for effects with exact norms. Default: None, first
-            order.
+        readers: the norms that read the layer's output, for effects with exact norms. Default:
+            None, effects to first order.
     """
 
     mixer: Mixer
@@ -87,10 +87,9 @@ class LayerEffects:
 
     @cached_property
     def _factors(self) -> list[tuple[Tensor, Operator]]:
-        """Return pairs of row factors (B, L, H, P) and an operator that acts by channel.
+        """Pairs of a factor (B, L, H, P) and a channelwise operator, from which effects are made.
 
-        The effects are the sum over pairs, heads and channels of factor[i] operator[i, j]
-        values[j].
+        effect[i, j] sums factor[i] operator[i, j] values[j] over pairs, heads and channels.
         """
         return self._factors_of(self._left)
 
@@ -107,7 +106,7 @@ class LayerEffects:
         return before.view(self.linear.operator.shape)
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return rows of the matrix (B, Q, L) at ``index`` (B, Q)."""
+        """Return the effects (B, Q, L) of all messages to the targets at ``index`` (B, Q)."""
         if self.readers is not None:
             return self.readers.rows(index)
         factors = self._factors_of(self._left_at(index))
@@ -122,7 +121,7 @@ class LayerEffects:
         return found
 
     def matrix(self) -> Tensor:
-        """Return all rows (B, L, L)."""
+        """Return the effects of all messages by target and source, (B, L, L)."""
         rows = range(self.linear.operator.shape.tokens)
         return torch.cat([part for _, part in self.strips(rows)], 1)
 
@@ -145,14 +144,14 @@ class LayerEffects:
                 yield some, self.readers.rows(index.expand(batch, -1))
 
     def by_source(self) -> Tensor:
-        """Return the sum over targets (B, L)."""
+        """Return the effects of each source, summed over targets, (B, L)."""
         if self.readers is not None:
             return self._summed(1)
         sent = self.linear.operator.transpose(self._left)
         return (sent * self.linear.values).sum((-1, -2))
 
     def by_target(self) -> Tensor:
-        """Return the sum over sources (B, L)."""
+        """Return the effects at each target, summed over sources, (B, L)."""
         if self.readers is not None:
             return self._summed(2)
         return (self.linear.operator.apply(self.linear.values) * self._left).sum((-1, -2))
@@ -164,7 +163,7 @@ class LayerEffects:
         return sum_tensors(found) if over == 1 else torch.cat(found, 1)
 
     def along(self, edges: Edges, size: tuple[int, int], given: Tensor | None) -> Tensor:
-        """Return the effect of cutting edges together, (B,).
+        """Return the effect of cutting all messages along ``edges`` together, (B,).
 
         Raises:
             OptionError: for edges with ``selection``.
@@ -200,16 +199,16 @@ class LayerEffects:
 class Effects:
     """Estimated effects of cutting the messages of a run, as :class:`EdgeEffects` returns them.
 
-    Matrices are computed on request, a few rows at a time if that is enough. An effect is how much
-    the output is expected to lose: positive if the message increases it.
+    Matrices are computed on request, in chunks of rows. An effect is the expected decrease of the
+    output without the message: positive if the message increases the output.
 
     Attributes:
         layers: one :class:`LayerEffects` for each mixer call, in the order in which they ran.
-        mixers: the mixers in the order of the model.
+        mixers: the model's mixers, in the model's order.
         output: the explained number (B,).
-        tokens: how many tokens the model was given, L.
-        given: the given token of each token of the layers (B, L'), -1 for one from elsewhere; None
-            if they are the same.
+        tokens: the number of input tokens L.
+        given: the input position of each token that the layers read (B, L'), -1 for a token that is
+            not in the input. None if the layers read the input's tokens in order.
     """
 
     layers: tuple[LayerEffects, ...]
@@ -229,7 +228,7 @@ class Effects:
 
     @property
     def first_order(self) -> list[str]:
-        """The names of the layers whose effects are of first order, norms included."""
+        """The names of the layers whose norms are approximated to first order."""
         return [layer.name for layer in self.layers if layer.readers is None]
 
     @underflow_flushed()
@@ -259,21 +258,21 @@ class Effects:
         return self._on_given(self._total(layers, of).mT).mT
 
     def by_layer(self) -> Tensor:
-        """Return the sum of all effects of each layer, (N, B)."""
+        """Return the sum of all effects in each of N layers, (N, B)."""
         return torch.stack([layer.by_source().sum(-1) for layer in self.layers])
 
     def by_source(self, layers: Any = None) -> Tensor:
-        """Return the sum over targets and layers, (B, L)."""
+        """Return the effects of each source, summed over targets and layers, (B, L)."""
         return self._on_given(self._total(layers, LayerEffects.by_source))
 
     def by_target(self, layers: Any = None) -> Tensor:
-        """Return the sum over sources and layers, (B, L)."""
+        """Return the effects at each target, summed over sources and layers, (B, L)."""
         return self._on_given(self._total(layers, LayerEffects.by_target))
 
     def of(self, *edges: Edges) -> Tensor:
-        """Return the effect of cutting edges together, (B,): to first order, their sum.
+        """Estimate the effect of cutting all ``edges`` together as the sum of their effects, (B,).
 
-        An edge that two of them name counts twice.
+        A message that is in two of the edges counts twice.
         """
         total = torch.zeros_like(self.output)
         for one in edges:
@@ -288,7 +287,7 @@ class Effects:
         return total
 
     def to_pandas(self, count: int = 100) -> Any:
-        """Return :meth:`top` as a ``pandas.DataFrame``, a row for each edge; count: 100."""
+        """Return the ``count`` strongest edges of each example as a ``pandas.DataFrame``."""
         rows = [
             {"example": example, **edge._asdict()}
             for example, edges in enumerate(self.top(count))
@@ -298,7 +297,7 @@ class Effects:
 
     @underflow_flushed()
     def top(self, count: int, layers: Any = None) -> list[list[Edge]]:
-        """Return the edges of the largest effects of each example; none of effect 0.
+        """Return each example's edges with the largest absolute effects, without effects of 0.
 
         Args:
             count: the number of edges of each example.
@@ -333,7 +332,7 @@ class Effects:
         return [found for one in ([layers] if single else layers) for found in self._one(one)]
 
     def _one(self, layer: Any) -> list[LayerEffects]:
-        """Return the layers with one number or one name."""
+        """Return the layers that one entry of ``layers``, a number or a name, selects."""
         number = checks.as_integer(layer)
         count = len(self.layers)
         if number is not None and -count <= number < count:
@@ -341,17 +340,17 @@ class Effects:
         found = [each for each in self.layers if layer in each.mixer.names]
         if not found:
             raise OptionError(
-                f"layers names {layer!r}, but the layers are numbered 0 to {count - 1}, and called "
-                f"{', '.join(self.names)}."
+                f"layers contains {layer!r}, which did not run. Pass a number from 0 to "
+                f"{count - 1}, or a name: {', '.join(self.names)}."
             )
         return found
 
     def _total(self, layers: Any, of: Callable[[LayerEffects], Tensor]) -> Tensor:
-        """Sum a function of layers by the tokens that they read; raise if these differ."""
+        """Sum ``of(layer)`` over the chosen layers; raise if these read different tokens."""
         chosen = self._chosen(layers)
         if not chosen:
             raise OptionError(
-                f"layers={layers!r} names no layer. Name at least one, or None for all."
+                f"layers={layers!r} selects no layer. Pass at least one, or None for all."
             )
         first, *others = chosen
         total = of(first)
@@ -359,29 +358,30 @@ class Effects:
             found = of(layer)
             if total.shape != found.shape:
                 raise InputError(
-                    f"The layers read {total.shape[1]} and {found.shape[1]} tokens, so that their "
-                    "effects have no sum. Name layers that read the same tokens."
+                    f"layers={layers!r} selects layers of {total.shape[1]} and {found.shape[1]} "
+                    "tokens, which cannot be summed. Pass layers that read the same tokens."
                 )
             total = total + found
         return total
 
     def _on_given(self, x: Tensor) -> Tensor:
-        """Return values of the layers' tokens (B, L', ...) for the given tokens (B, L, ...)."""
+        """Rearrange values from the layers' tokens (B, L', ...) to input tokens (B, L, ...)."""
         return x if self.given is None else of_given(x, self.given, self.tokens)
 
     def _read_at(self, index: Tensor) -> Tensor:
-        """Return the positions, among the tokens that the layers read, of given tokens (B, Q)."""
+        """Convert input positions (B, Q) to positions among the tokens that the layers read."""
         if self.given is None:
             return index
         match = index[:, :, None] == self.given.to(index.device)[:, None]
-        if not bool(match.any(-1).all()):
-            raise InputError("positions names a token that no layer reads. Leave it out.")
+        unread = index[~match.any(-1)]
+        if len(unread):
+            raise InputError(f"positions: no layer reads token {int(unread[0])}. Leave it out.")
         return match.int().argmax(-1)
 
     def edge(
         self, example: int, layer: int, target: int, source: int, effect: float
     ) -> Edge | None:
-        """Return an edge by the given tokens; None if one of its ends was not given to the model.
+        """Return an edge between input tokens; None if source or target is not in the input.
 
         Args:
             example, layer, target, source: numbers of the example, the layer, and its tokens.

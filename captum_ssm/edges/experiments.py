@@ -31,15 +31,15 @@ Layers = OneLayer | slice | range | Sequence[OneLayer] | None
 
 @dataclass(frozen=True, eq=False)
 class KnockoutWindows:
-    """Probabilities of an answer without edges from kinds of tokens, by window of layers.
+    """Probabilities of an answer after cutting edges from kinds of tokens in windows of layers.
 
     Attributes:
         kinds: the names of the K kinds of tokens.
-        layers: the names of the N layers, in the order in which they ran; a window has each of them
-            in its middle.
-        window: how many layers a window holds, but for those at the ends.
-        plain: the probability of the answer in the whole model (B,).
-        probabilities: the same without a kind's edges in a window's layers (K, N, B).
+        layers: the names of the N layers, in the order in which they ran; each is the middle of one
+            window.
+        window: the number of layers in a window; windows at the ends have fewer.
+        plain: the probability of the answer in the unchanged model (B,).
+        probabilities: the probability with one kind's edges cut in one window (K, N, B).
 
     Example:
         >>> import torch
@@ -67,7 +67,7 @@ class KnockoutWindows:
         return self.probabilities - self.plain
 
     def layers_of(self, number: int) -> tuple[str, ...]:
-        """Return the names of the layers of a window around layer ``number``."""
+        """Return the names of the layers in the window around layer ``number``."""
         return tuple(self.layers[i] for i in _window(number, self.window, len(self.layers)))
 
 
@@ -87,7 +87,7 @@ def knockout_windows(
     replace: Replacement = None,
     verify: bool | float = True,
 ) -> KnockoutWindows:
-    """Measure the probability of an answer without edges from kinds of tokens, by window of layers.
+    """Measure an answer's probability after cutting edges from kinds of tokens in layer windows.
 
     For every kind of tokens, such as a question's subject, and every layer, the edges from them to
     the answering tokens are cut in a window of layers around it: Mamba Knockout (arXiv:2505.24244),
@@ -99,7 +99,7 @@ def knockout_windows(
             such tensor.
         target: the answer, in Captum's forms: a class, or for outputs (B, L, V) a tuple
             (position, token).
-        kinds: by name, the sources, in the forms of :attr:`Edges.sources`.
+        kinds: a mapping from names to source tokens, in the forms of :attr:`Edges.sources`.
         targets: the tokens that the answer is read from, in the same forms. Default: -1, the last.
         window: number of layers; windows at the ends have fewer. With an even number, one more
             layer comes before the middle. Default: 9.
@@ -137,11 +137,11 @@ def knockout_windows(
     """
     if not isinstance(kinds, Mapping) or not kinds:
         raise OptionError(
-            f"kinds={kinds!r} must be a mapping with at least one kind of tokens, such as "
-            '{"subject": [2, 3], "last": -1}.'
+            f"kinds={kinds!r} is not accepted. Pass a mapping with at least one kind of tokens, "
+            'such as {"subject": [2, 3], "last": -1}.'
         )
     if checks.count("window", window) is None:
-        raise OptionError("window=None must be an integer, at least 1.")
+        raise OptionError("window=None is not accepted. Pass an integer of at least 1.")
     verify = checks.tolerance("verify", verify)
     tensor, _ = single_input(inputs)
     additional, module = as_tuple(additional_forward_args), find_model(forward_func, model)
@@ -150,7 +150,7 @@ def knockout_windows(
         return logits_of(call_model(forward_func, tensor, additional))
 
     with torch.inference_mode(False), torch.no_grad():
-        output, parts = _looked_on(module, run)
+        output, parts = _run_and_record(module, run)
         index = _answer(target, output)
         mask = next((part.mask for part in parts.values() if part.mask is not None), None)
         require_real_target(index, output, mask)
@@ -173,7 +173,7 @@ def knockout_windows(
 
 @dataclass(frozen=True, eq=False)
 class PartScores:
-    """A user's score of a model without some of its parts, each a number () or (B,).
+    """The scores of a model without some of its parts: numbers (), or one per example (B,).
 
     Attributes:
         plain: the score of the whole model.
@@ -196,9 +196,9 @@ def parts_off(
     layers: Layers = None,
     heads: bool = False,
 ) -> PartScores:
-    """Score a model with parts of it switched off: kinds of mixers, layers and heads.
+    """Score a model while parts of it are switched off: kinds of mixers, layers or heads.
 
-    A mixer that is off returns zero. The first run, of the whole model, finds the mixers.
+    A mixer that is off returns zero. A first run of the unchanged model finds the mixers.
 
     Args:
         model: a module, wrapped or not, or a function that runs one.
@@ -213,7 +213,7 @@ def parts_off(
         The scores by part.
 
     Raises:
-        OptionError: when score is not a function, or returns anything else.
+        OptionError: when score is not a function, or does not return numbers.
         NoMixerError: when the model has no mixer, or score runs none.
 
     Example:
@@ -230,11 +230,11 @@ def parts_off(
         True
     """
     if not callable(score):
-        raise OptionError(f"score={score!r} must be a function without arguments.")
+        raise OptionError(f"score={score!r} is not accepted. Pass a function without arguments.")
     checks.flags(heads=heads)
     module = find_model(model)
     with torch.inference_mode(False), torch.no_grad():
-        given, parts = _looked_on(module, score)
+        given, parts = _run_and_record(module, score)
         plain = _score(given)
 
         def without(*edges: Edges) -> Tensor:
@@ -270,7 +270,7 @@ class _Part(NamedTuple):
     mask: Tensor | None
 
 
-class _Looker(Watcher):
+class _PartRecorder(Watcher):
     """Records the properties of the mixers, in the order in which they run."""
 
     def __init__(self) -> None:
@@ -284,16 +284,16 @@ class _Looker(Watcher):
             self.parts[mixer] = _Part(is_attention(linear), heads, linear.mask)
 
 
-def _looked_on(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, dict[Mixer, _Part]]:
+def _run_and_record(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, dict[Mixer, _Part]]:
     """Call a function that runs the model; return the result and the outermost mixers that ran."""
-    mixers, looker = find_mixers(model), _Looker()
+    mixers, recorder = find_mixers(model), _PartRecorder()
     with ExitStack() as stack:
-        observe(model, mixers, (looker,), stack, gradients=False, vouched=False)
+        observe(model, mixers, (recorder,), stack, gradients=False, vouched=False)
         returned = run()
-    if not looker.parts:
+    if not recorder.parts:
         raise none_ran(mixers)
     inside = {mixer.module for mixer in mixers}
-    return returned, {m: part for m, part in looker.parts.items() if inside.isdisjoint(m.around)}
+    return returned, {m: part for m, part in recorder.parts.items() if inside.isdisjoint(m.around)}
 
 
 def _chosen(model: nn.Module, parts: Mapping[Mixer, _Part], layers: Layers) -> list[Mixer]:
@@ -307,8 +307,8 @@ def _chosen(model: nn.Module, parts: Mapping[Mixer, _Part], layers: Layers) -> l
     ]
     if not found:
         raise NoMixerError(
-            f"layers={layers!r} names none of the mixers that ran: "
-            f"{', '.join(mixer.name for mixer in parts)}."
+            f"layers={layers!r} names none of the mixers that ran. Pass one or more of "
+            f"{', '.join(mixer.name for mixer in parts)}, or None for all."
         )
     return found
 
@@ -322,9 +322,9 @@ def _answer(target: Any, output: Tensor) -> Tensor:
     index = target_index(target, output)
     if index is None or not index.shape[1] or output.shape[-1] == 1:
         raise TargetError(
-            f"target={target!r} has no probability in an output {tuple(output.shape)}: name one of "
-            "several classes, or (position, token). A model that returns one number is scored by "
-            "parts_off, or inside knock_out."
+            f"target={target!r} has no probability in an output of shape {tuple(output.shape)}. "
+            "Pass one of several classes, or (position, token). For a model that returns one "
+            "number, use parts_off or knock_out."
         )
     return index
 
@@ -345,5 +345,5 @@ def _score(returned: Any) -> Tensor:
         return returned.detach().cpu().double()
     got = f"a tensor {tuple(returned.shape)}" if isinstance(returned, Tensor) else repr(returned)
     raise OptionError(
-        f"score returned {got}. Let it return a number, or a tensor with one for each example."
+        f"score returned {got}. Pass a function that returns one number, or one per example (B,)."
     )

@@ -21,7 +21,7 @@ from ..tracing.observe import Arguments, Watcher, observe
 from ..tracing.replays import Beginning, Replays
 from ..tracing.structure import tokens_read
 
-#: Arguments that cannot change while they are kept, beside tensors.
+#: Immutable types of arguments. Calls that differ in other arguments do not reuse a result.
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -29,9 +29,9 @@ class Given(NamedTuple):
     """The mapping from each mixer's tokens to the model's input tokens, in one call.
 
     Attributes:
-        size: examples and tokens given (B, L).
-        places: by the mixer's name and the index of its call, the index of the given token for
-            each of the mixer's tokens (B, L'), -1 for other tokens; None if not known.
+        size: the number of examples and of tokens in the model's input (B, L).
+        places: for each mixer name and call number, the input position of each of the mixer's
+            tokens (B, L'), -1 for a token that is not in the input; None if unknown.
     """
 
     size: tuple[int, int]
@@ -39,7 +39,7 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Known:
+class _CachedTokens:
     """The cached token mapping of a module's latest call, and the arguments of the call.
 
     Attributes:
@@ -53,8 +53,8 @@ class _Known:
     given: Given
 
 
-#: Weak keys, so models are freed.
-_latest: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
+#: The token mapping of each module's latest call. Weak keys let unused models be freed.
+_latest: WeakKeyDictionary[nn.Module, _CachedTokens] = WeakKeyDictionary()
 
 
 def given_tokens(
@@ -80,13 +80,13 @@ def given_tokens(
         devices = {x.device for x in module.parameters() if x.is_cuda and on_gpu}
         with torch.no_grad(), torch.random.fork_rng(devices):
             found = _found(module, arguments, mixers, vouched)
-        known = _Known(call, [_kept(x) for x in values], found)
+        known = _CachedTokens(call, [_kept(x) for x in values], found)
         _latest[module] = known
     return known.given
 
 
 def _kept(value: Any) -> Any:
-    """Copy an argument to compare later; for a mutable object return one that equals nothing."""
+    """Copy an argument to compare later; replace a mutable object by one that equals nothing."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return value if type(value) in _PLAIN else object()
@@ -103,7 +103,7 @@ def _found(
 ) -> Given:
     """Run the module once to record its mixers, then without them and with noise at some tokens.
 
-    Without ids or embeddings among the arguments, the first mixer's tokens are the given ones.
+    If the arguments have no ids or embeddings, positions count the first mixer's tokens.
     """
     first = _sequence(arguments)
     start = torch.empty(0) if first is None else first
@@ -149,7 +149,7 @@ def _found(
 
 
 def _in_the_first(found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Number each mixer's tokens (B, L') by the tokens of the first mixer, -1 for others."""
+    """Convert input positions (B, L') to positions among the first mixer's tokens, or -1."""
     of_first = found[0]
     assert of_first is not None
     none = max(int(x.max()) for x in found if x is not None) + 1

@@ -21,9 +21,9 @@ class MessageShare(NamedTuple):
     """The components and heads of each message that edges select.
 
     Attributes:
-        without: the share is the operator less the operator without these components; None for all.
+        without: the components whose part of a message is cut; None for the whole message.
         heads: the heads, or None for all.
-        constants: whether biases, which belong to no token, are part of it.
+        constants: whether biases, which belong to no token, are also cut.
     """
 
     without: frozenset[str] | None
@@ -60,8 +60,9 @@ def carried(
         linear: the mixer.
         pairs: the (target, source) pairs; whole rows if the share includes constants.
         share: the share of the messages.
-        layer: the mixer's name, for errors.
-        values: values that replace the mixer's, then without constants. Default: None.
+        layer: the mixer's name, for error messages.
+        values: replacements of the mixer's values; constants are then left out. Default: None, the
+            mixer's values.
     """
     of_mixer = values is None
     values = linear.values if values is None else values
@@ -87,22 +88,22 @@ def _without(linear: LinearMixer, components: frozenset[str], layer: str) -> Ope
     there = {leaf.component for leaf in linear.operator.leaves()}
     if not components <= there:
         raise OptionError(
-            f"Layer {layer!r} has no component {sorted(components - there)}; it has "
-            f"{sorted(c for c in there if c)}."
+            f"component contains {sorted(components - there)}, which are not in layer {layer!r}. "
+            f"Pass some of {sorted(c for c in there if c)}."
         )
     return linear.restrict(COMPONENTS - components).operator
 
 
 def of_heads(linear: LinearMixer, heads: Sequence[int] | None, layer: str) -> Tensor:
-    """Return a mask (H, 1), or (1, 1) for all: 1 for the heads that are named, else 0."""
+    """Return a mask (H, 1) with 1 for the selected heads, or (1, 1) for all heads."""
     count = linear.operator.shape.heads
     if heads is None:
         return linear.values.new_ones(1, 1)
     outside = next((head for head in heads if not -count <= head < count), None)
     if outside is not None:
         raise OptionError(
-            f"heads names {outside}, but layer {layer!r} has {count} heads (for Mamba-1: "
-            f"channels), numbered 0 to {count - 1}."
+            f"heads contains {outside}, but layer {layer!r} has {count} heads (for Mamba-1: "
+            f"channels). Pass numbers from 0 to {count - 1}."
         )
     found = linear.values.new_zeros(count, 1)
     found[[head % count for head in heads]] = 1

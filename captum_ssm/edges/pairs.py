@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,13 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._names import meant
 from ..attr.call import checks
-from ..errors import NoMixerError, OptionError, QueryError
+from ..errors import ArgumentError, NoMixerError, OptionError, QueryError
 from ..operators.base import COMPONENTS
 from ..operators.kernels.rows import slices
 from ..tracing import Mixer
 
-#: Whether a target reads a source, of their positions as tensors that broadcast to each other.
+#: A function of target and source positions, as broadcastable tensors; True if there is an edge.
 Relation = Callable[[Tensor, Tensor], Tensor]
 #: Tokens of a sequence: None for all of them, one position, several, a slice of them, a boolean
 #: mask (L,) or (B, L), a tensor of positions for each example (B, K), or a relation to the tokens
@@ -39,13 +42,32 @@ KINDS = ("attention", "ssm")
 _PAIRS = 2**24
 
 
+def _with_names_in_errors(cls: type[Edges]) -> type[Edges]:
+    """Decorate Edges to raise ArgumentError, with the accepted names, for a wrong argument."""
+    signature, init = inspect.signature(cls), cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: Edges, *args: Any, **kwargs: Any) -> None:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            names = list(signature.parameters)
+            hint = next((meant(name, names) for name in kwargs if name not in names), "")
+            raise ArgumentError(f"Edges: {error}.{hint} Pass only {', '.join(names)}.") from None
+        init(self, *args, **kwargs)
+
+    cls.__init__ = checked  # type: ignore[method-assign]
+    return cls
+
+
+@_with_names_in_errors
 @dataclass(frozen=True, eq=False)
 class Edges:
     """Messages from tokens to tokens within mixers, to be cut by :func:`~captum_ssm.knock_out`.
 
-    The message from token j to token i is the operator's alpha[i, j] x[j] behind the output
-    projection. Token j may also change the coefficients at i, through a short convolution in front
-    of B, C and the step. This is not part of the message; see ``selection``.
+    The message from token j to token i is the operator's alpha[i, j] x[j] after the output
+    projection. Token j may also change the coefficients at i, through a short convolution before
+    B, C and the step. This is not part of the message; see ``selection``.
 
     Attributes:
         layers: the mixers: a number in the model's order, a name, a module, a range or slice, a
@@ -60,14 +82,15 @@ class Edges:
             Default: None, all.
         heads: the heads; for Mamba-1, channels. Default: None, all.
         component: one or several of ``conv``, ``activation``, ``scan``, ``skip``, ``gate`` and
-            ``norm``. Cut only its part of the message: the operator less the operator without it.
-            Default: None, the whole message.
-        selection: whether the mixer computes the targets without the sources (zeros, or
-            ``replace``), so their effects on B, C, steps and gates go as well. Default: False, the
-            message alone.
+            ``norm``. Cut only this part of the message: the operator minus the operator without the
+            component. Default: None, the whole message.
+        selection: whether the mixer recomputes the targets without the sources (zeros, or
+            ``replace``), which also removes the sources' effects on B, C, steps and gates. Default:
+            False, only the message.
 
     Raises:
         OptionError: for a value in none of these forms.
+        ArgumentError: for an argument with a different name.
 
     Example:
         >>> from captum_ssm.edges import Edges
@@ -92,8 +115,8 @@ class Edges:
             checks.choice("component", one, sorted(COMPONENTS))
         if self.selection and self.component is not None:
             raise OptionError(
-                "selection=True removes the sources from the mixer's whole computation; leave "
-                f"component={self.component!r} out."
+                "selection=True removes the sources from the mixer's whole computation. Leave "
+                f"component={self.component!r} out, or pass selection=False."
             )
 
     @property
@@ -114,7 +137,7 @@ class Edges:
 
     @property
     def relations(self) -> list[Relation]:
-        """The relations of targets to sources that are named."""
+        """The relations that ``targets`` and ``sources`` name, as functions of both positions."""
         found: list[Relation] = []
         if isinstance(self.targets, str):
             found.append(RELATIONS[self.targets])
@@ -125,7 +148,7 @@ class Edges:
         return [*found, *own]
 
     def chosen(self, mixers: Sequence[Mixer]) -> list[Mixer]:
-        """Return the mixers that ``layers`` names; for a kind all, as only a run shows the kind."""
+        """Return the mixers that ``layers`` selects; all for a kind, which only a run shows."""
         layers = self.layers
         if layers is None or layers in KINDS:
             return list(mixers)
@@ -134,8 +157,8 @@ class Edges:
         single = isinstance(layers, str | nn.Module) or checks.as_integer(layers) is not None
         if not single and not isinstance(layers, Iterable):
             raise OptionError(
-                f"layers={layers!r} must be a number, a name, a mixer, a range, a list of these, "
-                "or None for all."
+                f"layers={layers!r} is not accepted. Pass a number, a name, a mixer, a range, a "
+                "list of these, or None for all."
             )
         each: Any = [layers] if single else layers
         found = [mixer for one in each for mixer in _layer(one, mixers)]
@@ -153,8 +176,8 @@ def _layer(one: Any, mixers: Sequence[Mixer]) -> list[Mixer]:
     if number is not None:
         if not -len(mixers) <= number < len(mixers):
             raise OptionError(
-                f"layers names {number}, but the model has {len(mixers)} mixers, numbered 0 to "
-                f"{len(mixers) - 1}."
+                f"layers contains {number}, but the model has {len(mixers)} mixers. Pass numbers "
+                f"from 0 to {len(mixers) - 1}."
             )
         return [mixers[number]]
     found = [m for m in mixers if one is m.module or one in m.names]
@@ -163,9 +186,9 @@ def _layer(one: Any, mixers: Sequence[Mixer]) -> list[Mixer]:
     if not found:
         families = dict.fromkeys(m.architecture.family for m in mixers)
         raise NoMixerError(
-            f"layers names {one if isinstance(one, str) else type(one).__name__!r}, which is not a "
-            f"mixer of this model. It has {', '.join(m.name for m in mixers)}, of the families "
-            f"{', '.join(families)}."
+            f"layers contains {one if isinstance(one, str) else type(one).__name__!r}, which is "
+            f"not a mixer of this model. Pass a mixer: {', '.join(m.name for m in mixers)}; or a "
+            f"family: {', '.join(families)}."
         )
     return found
 
@@ -207,15 +230,15 @@ def pairs_of(
     """Yield the union of the pairs that edges name, in chunks to limit memory.
 
     Args:
-        edges: the edges; a pair that several of them name is one pair.
+        edges: the edges; a pair in several of them occurs once.
         size: the batch size and number of tokens (B, L) that positions refer to.
-        given: position of each of a layer's tokens (B, L'), -1 for none; the pairs are of these
-            tokens. Default: None, 0 .. L - 1.
-        by_target: whether each target is in one product only. Default: False.
+        given: the input position of each of a layer's tokens (B, L'), -1 for none; pairs then
+            consist of the layer's tokens. Default: None, the input's tokens.
+        by_target: whether each target must be in only one product. Default: False.
 
     Raises:
         QueryError: for positions that the tokens do not have.
-        OptionError: for a relation that returns no booleans.
+        OptionError: for a relation that does not return booleans.
     """
     at = torch.arange(size[1]).expand(size) if given is None else given
     batch, tokens = at.shape
@@ -249,10 +272,10 @@ def _products(
     at: Tensor,
     along_sources: bool,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of one example as products, (targets (L',), sources (L',)) each.
+    """Return one example's pairs as products of a target mask and a source mask, (L',).
 
-    They are the pairs of ``some`` tokens, sources if ``along_sources``, else targets. ``at`` are
-    the tokens' positions (L',). Tokens with the same partners share a product.
+    Only the tokens in the slice ``some`` are used, as sources if ``along_sources``, else as
+    targets. ``at`` has the tokens' positions (L',). Tokens with the same partners share a product.
     """
     position = torch.arange(len(at))
     ends = [(t[example], s[example]) for t, s, _ in named]
@@ -292,16 +315,16 @@ def _related(relation: Relation, target: Tensor, source: Tensor) -> Tensor:
             pass
     got = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
     raise OptionError(
-        f"A relation of targets to sources returned {got} for positions ({size[0]}, 1) and "
-        f"(1, {size[1]}). Return booleans for every pair, as in lambda target, source: target - "
-        "source > 4."
+        f"The function passed as sources or targets returned {got} for positions ({size[0]}, 1) "
+        f"and (1, {size[1]}). Return booleans for every pair, as in lambda target, source: target "
+        "- source > 4."
     )
 
 
 def _mask(name: str, given: Tokens, size: tuple[int, int], at: Tensor) -> Tensor:
-    """Return a CPU mask (B, L') of a layer's tokens, at positions ``at``, that the user named.
+    """Return a CPU mask (B, L'), True for the selected tokens among tokens at positions ``at``.
 
-    With a relation every token passes: it is applied to pairs later.
+    For a relation all tokens are True, because the relation is applied to pairs later.
     """
     if given is None or isinstance(given, str) or callable(given):
         return torch.ones(at.shape, dtype=torch.bool)
@@ -310,7 +333,7 @@ def _mask(name: str, given: Tokens, size: tuple[int, int], at: Tensor) -> Tensor
 
 
 def _of_given(name: str, given: Any, size: tuple[int, int]) -> Tensor:
-    """Return a mask (B, L) of the input positions that the user named."""
+    """Return a mask (B, L), True at the input positions that the option ``name`` selects."""
     batch, tokens = size
     if isinstance(given, slice):
         found = torch.zeros(size, dtype=torch.bool)
@@ -328,13 +351,14 @@ def _of_given(name: str, given: Any, size: tuple[int, int]) -> Tensor:
     index = torch.as_tensor(positions).cpu().long()
     if index.dim() == 2 and len(index) not in (1, batch):
         raise QueryError(
-            f"{name} has positions for {len(index)} examples, but the batch holds {batch}."
+            f"{name} has positions for {len(index)} examples, but the batch has {batch}. Pass "
+            f"positions (K,) or ({batch}, K)."
         )
     outside = index[(index < -tokens) | (index >= tokens)]
     if len(outside):
         raise QueryError(
-            f"{name} names position {int(outside[0])}, outside the sequence of {tokens} tokens; "
-            f"positions run from {-tokens} to {tokens - 1}."
+            f"{name} contains position {int(outside[0])}, outside the sequence of {tokens} tokens. "
+            f"Pass positions from {-tokens} to {tokens - 1}."
         )
     index = (index % tokens).expand(batch, -1)
     return torch.zeros(size, dtype=torch.bool).scatter_(1, index, True)

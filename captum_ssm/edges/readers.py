@@ -5,14 +5,14 @@ at its stream x:
 
     N(x) = s(x) A x + constant ,   s(x) = (mean of c(x)^2 + eps) ** -0.5 ,
 
-A is linear; c(x) is x or, in LayerNorm, x less its mean. Without a message m the norm's denominator
-changes, which a gradient ignores. With g, the output's gradient at N(x),
+A is linear; c(x) is x or, in LayerNorm, x minus its mean. Without a message m the norm's
+denominator changes, which a gradient ignores. With g, the output's gradient at N(x),
 
     effect of m = sum over norms of <g, N(x) - N(x - m)>
 
-takes three numbers of a message for each norm: <x, m>, <m, m> and <A'g, m>. It is exact if only one
-norm and linear maps lie between a message and the output. Otherwise it is of first order in all but
-the norms that read the message directly.
+needs three numbers per message and norm: <x, m>, <m, m> and <A'g, m>. The effect is exact if only
+one norm and linear maps are between a message and the output. Otherwise it is of first order in all
+but the norms that read the message directly.
 
 Shapes: B batch, L tokens, E width of the stream; q targets and s sources of messages.
 """
@@ -64,7 +64,7 @@ class NormReader(NamedTuple):
         return NormReader(stream, scale, toward, explained, self.eps, self.centered)
 
     def pulled(self) -> Tensor:
-        """Return the gradient at x, (B, L, E)."""
+        """Return the output's gradient at the norm's input x, (B, L, E)."""
         along = self.scale.square() * self.explained[..., None] / self.stream.shape[-1]
         return self.scale * self.toward - along * self.stream
 
@@ -122,7 +122,7 @@ class NormCalls:
 
     def __init__(self, model: nn.Module, mixers: Sequence[Mixer], stack: ExitStack) -> None:
         self._returned = 0
-        self._calls: list[_Call] = []
+        self._calls: list[_NormCall] = []
         every = (*mixers, *registered_mixers(model))
         inside = {part for mixer in every for part in mixer.module.modules()}
         for mixer in mixers:
@@ -144,16 +144,16 @@ class NormCalls:
         made = first_tensor(output)
         if parts and made.requires_grad and all(x.shape == made.shape for x in parts):
             stream = sum_tensors(x.detach() for x in parts)
-            call = _Call(norm, stream, made.detach(), self._returned)
+            call = _NormCall(norm, stream, made.detach(), self._returned)
             made.register_hook(call.gradients.append)  # type: ignore[no-untyped-call]
             self._calls.append(call)
 
     def of_layers(
         self, layers: Sequence[Layer], gradients: Sequence[Tensor]
     ) -> list[Sequence[NormReader]]:
-        """Return the norms that read each layer's output; none if not known.
+        """Return the norms that read each layer's output; an empty list if not known.
 
-        They are known if the gradients through norms add up to the gradient at the layer.
+        A layer's norms are known if the gradients through them sum to the gradient at the layer.
 
         Args:
             layers: the layers of the run.
@@ -176,7 +176,7 @@ def _adding_up_to(
 ) -> Sequence[NormReader]:
     """Return the last norms whose gradients sum to ``gradient`` (B, L, E); empty if no sum fits.
 
-    The first norms may belong to parts beside a mixer, which run after it and do not read it.
+    The first norms may belong to modules parallel to a mixer, which do not read its output.
     """
     pulled = [norm.pulled() for norm in norms]
     for first in range(len(norms)):
@@ -186,17 +186,17 @@ def _adding_up_to(
     return ()
 
 
-class _Call:
-    """A call of a norm; ``after`` is how many mixers have returned before it."""
+class _NormCall:
+    """A call of a norm; ``after`` is the number of mixers that returned before the call."""
 
     def __init__(self, module: nn.Module, x: Tensor, output: Tensor, after: int) -> None:
         self.module, self.x, self.output, self.after = module, x, output, after
         self.gradients: list[Tensor] = []
 
     def norm(self) -> NormReader | None:
-        """Return the norm's form; None if no gradient reached it, or its form is not known.
+        """Return the norm's statistics; None without a gradient, or for an unsupported form.
 
-        Known is A c(x) s(x) + constant, c centering or not, which its results are checked against.
+        The form A c(x) s(x) + constant, with or without centering, is checked against the output.
         """
         eps = next((getattr(self.module, name) for name in _EPS if hasattr(self.module, name)), 0.0)
         eps = torch.finfo(self.x.dtype).eps if eps is None else eps

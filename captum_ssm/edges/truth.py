@@ -27,8 +27,8 @@ class Truth:
     Attributes:
         edges: the edges, as :class:`~captum_ssm.edges.Edge` if they were sampled; or the nodes.
         examples: the number of each edge's example.
-        estimated: the estimated loss of the output (n,).
-        true: the true loss of the output (n,).
+        estimated: the estimated decrease of the output (n,).
+        true: the true decrease of the output (n,).
         rounding: the absolute value below which a true effect counts as rounding error.
     """
 
@@ -60,7 +60,7 @@ def sampled(effects: Effects, samples: int, seed: int) -> list[tuple[int, Edge]]
     Edges without any effect, such as edges against causality, are not drawn.
 
     Returns:
-        The example and the edge of each.
+        Pairs of an example's number and an edge.
     """
     generator = torch.Generator().manual_seed(seed)
     large = round(samples * _LARGE)
@@ -94,12 +94,12 @@ def sampled(effects: Effects, samples: int, seed: int) -> list[tuple[int, Edge]]
 
 
 class Interventions:
-    """True effects on one number of a model's output.
+    """Runs a model while edges are cut, to compute the explained number without them.
 
     Args:
         forward_func, model, inputs, additional, target, contrast: the run and the explained number.
         at_a_time: the number of copies of an example in one batch.
-        tokens: number of tokens that edges count.
+        tokens: the number of input tokens.
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class Interventions:
         self.at_a_time, self.tokens = at_a_time, tokens
 
     def numbers(self, *edges: Edges) -> Tensor:
-        """Return the explained number of every example without some edges, (B,)."""
+        """Return the explained number of every example while ``edges`` are cut, (B,)."""
         with torch.no_grad(), knock_out(self.model, *edges):
             output = logits_of(call_model(self.forward_func, self.inputs, self.additional))
         return contrasted(output, self.target, self.contrast)[0]
 
     def of_single(self, edges: Sequence[tuple[int, Edge]]) -> Tensor:
-        """Return the explained number without each of n single edges, (example, edge), (n,)."""
+        """Cut each of n (example, edge) pairs separately; return the explained numbers, (n,)."""
         groups: dict[int, list[int]] = defaultdict(list)
         for i, (example, _) in enumerate(edges):
             groups[example].append(i)
@@ -137,16 +137,16 @@ class Interventions:
         return found
 
     def explained(self, output: Tensor, example: int = 0) -> Tensor:
-        """Return the explained number of each of n copies of an example, (n,)."""
+        """Return the explained number in the outputs of n copies of an example, (n,)."""
         cut = BatchPart(slice(example, example + 1), len(self.inputs))
         asked = cut.target(self.target), cut.target(self.contrast)
         each = [contrasted(output[i : i + 1], *asked)[0] for i in range(len(output))]
         return torch.cat(each).cpu().double()
 
     def outputs(self, cuts: Sequence[Sequence[Edge]], example: int = 0) -> Iterator[Tensor]:
-        """Yield an example's outputs without the edges of each cut, several copies in a batch.
+        """Yield one example's outputs with each set of edges in ``cuts`` cut, in batches.
 
-        All batches are equally large, so the tokens that layers read are found only once.
+        All batches are equally large, so the layers' tokens are mapped to the input only once.
         """
         part = BatchPart(slice(example, example + 1), len(self.inputs))
         size = min(self.at_a_time, len(cuts))
@@ -166,10 +166,9 @@ class Interventions:
             yield output[: len(some)]
 
     def _masked(self, cuts: Sequence[Sequence[Edge]], size: int) -> list[Edges]:
-        """Return edges as masks that differ between examples, by mixer and index in the cut.
+        """Combine the edges of different copies into Edges whose masks differ between copies.
 
-        An edge is a pair of masks. Two edges of a cut need two pairs: one pair would cut the
-        messages from each source to each target.
+        Two edges of one copy need two Edges: one would cut from each source to each target.
         """
         found: dict[tuple[int, str], Edges] = {}
         for copy, cut in enumerate(cuts):

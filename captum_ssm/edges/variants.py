@@ -47,8 +47,8 @@ def variant_effects(
         additional_forward_args: further positional arguments of forward_func. Default: None.
         contrast: the alternative to the target; see :meth:`.LatimFlow.attribute`. Default: None.
         rule: the rule of :class:`.LatimFlow` whose gradient is used. None: the model's own
-            gradient, which is near 0 for a sure model. Default: ``"centered"``, the best by
-            evidence.
+            gradient, which is near 0 for a confident model. Default: ``"centered"``, the most
+            accurate rule in tests.
         model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use, with a rule. Default: None, all.
 
@@ -78,7 +78,7 @@ def variant_effects(
         )
     else:
         chosen: Any = checks.choice("rule", rule, FAMILY)
-        # relevance with a baseline of 1 less everywhere is the gradient itself
+        # relevance for a baseline of inputs - 1 is the gradient itself
         gradient = LatimFlow(forward_func, model, layers).attribute(
             one_hot, target, additional_forward_args,
             contrast=contrast, rule=chosen, baselines=one_hot - 1,
@@ -132,7 +132,6 @@ def mutagenesis(
 
         def numbers(sequences: Tensor, asked: tuple[Any, Any] = asked) -> Tensor:
             """Return the target of each sequence (n, L, 4), minus the contrast: (n,)."""
-            # back to the layout of the model
             given = sequences.mT if dim == 1 else sequences
             with torch.no_grad(), repaired_scans():
                 output = logits_of(
@@ -151,7 +150,7 @@ def mutagenesis(
 
 
 def _checked(one_hot: Any) -> tuple[Tensor, int]:
-    """Check one-hot sequences; return them, floating, and the dimension of the bases, 1 or 2."""
+    """Check one-hot sequences; return them as floats, and the dimension of the bases, 1 or 2."""
     x, _ = single_input(one_hot, "one_hot")
     for dim in (1, 2):
         if x.dim() != 3 or x.shape[dim] != 4:
@@ -186,8 +185,8 @@ def _own_gradient(
         numbers, _ = contrasted(output, target, contrast)
         if not numbers.requires_grad:
             raise GradientModeError(
-                "The target does not depend on one_hot, so there is no gradient. Does forward_func "
-                "detach, or run the model under no_grad?"
+                "The target does not depend on one_hot, so there is no gradient. Pass a "
+                "forward_func without detach() and torch.no_grad()."
             )
         (gradient,) = torch.autograd.grad(numbers.sum(), x)
     return gradient

@@ -36,7 +36,9 @@ _NESTED_FROM = "6.0.0"
 
 
 class SparseAutoencoder(nn.Module):
-    """A sparse autoencoder: a dictionary of which few features are active at a time.
+    """A sparse autoencoder: a dictionary of features, few of which are active at a time.
+
+    Vectors ``x`` are encoded to activations ``f``, which depend on the architecture:
 
     ====================  =====================================================================
     ``"standard"``        ``relu(b)``, where ``b = (x - b_dec) @ W_enc + b_enc``
@@ -46,7 +48,7 @@ class SparseAutoencoder(nn.Module):
                           with ``p = (x - b_dec) @ W_enc``
     ====================  =====================================================================
 
-    and decoded they are ``f @ W_dec + b_dec``.
+    Activations are decoded to ``f @ W_dec + b_dec``.
 
     Args:
         width: the size E of the vectors.
@@ -100,12 +102,13 @@ class SparseAutoencoder(nn.Module):
         of_topk = architecture == "topk"
         if of_topk and (k is None or not 1 <= k <= features):
             raise OptionError(
-                f"k={k} is not from 1 to {features}, the number of features. Pass such a k."
+                f"k={k} is not accepted with {features} features. Pass k from 1 to {features}."
             )
         if not of_topk and (k is not None or rescale_acts_by_decoder_norm):
             raise OptionError(
-                f"architecture={architecture!r} has k={k}, rescale_acts_by_decoder_norm="
-                f"{rescale_acts_by_decoder_norm}: only 'topk' has these options. Leave them out."
+                f"k={k}, rescale_acts_by_decoder_norm={rescale_acts_by_decoder_norm}: "
+                f"architecture={architecture!r} has no such options. Leave them out, or pass "
+                "architecture='topk'."
             )
         self.architecture, self.k, self.layer = architecture, k, layer
         self.apply_b_dec_to_input = apply_b_dec_to_input
@@ -286,7 +289,7 @@ _ADVICE = {
 
 
 def _flat(found: object, path: Path) -> dict[str, Any]:
-    """Return settings under their present names, with a separate entry ``"metadata"``."""
+    """Return settings with the names of the present SAELens, and an entry ``"metadata"``."""
     if not isinstance(found, dict):
         raise CheckpointError(
             f"{path} contains a {type(found).__name__}. Pass a folder with settings in {CONFIG}."
@@ -314,6 +317,7 @@ def _refuse_unknown(settings: Mapping[str, Any], path: Path) -> None:
 def _refusal(
     path: Path, name: str, value: object, accepted: str, advice: str = ""
 ) -> CheckpointError:
+    advice = advice or " Pass a folder with an accepted value."
     return CheckpointError(f"{path} has {name} = {value!r}; {accepted} accepted.{advice}")
 
 
@@ -325,7 +329,7 @@ def _count(settings: Mapping[str, Any], name: str, path: Path) -> int:
 
 
 def _renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights under their present names."""
+    """Rename weights from earlier versions of SAELens to the names of the parameters."""
     weights = dict(weights)
     if "log_threshold" in weights:
         weights["threshold"] = weights.pop("log_threshold").exp()

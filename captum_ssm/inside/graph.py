@@ -133,14 +133,15 @@ class Graph(Result):
     def path(self, start: int | None = None) -> list[Node]:
         """Return the path with the largest contribution from a token to the target.
 
-        The size of a path is the product of its edges' shares of the inputs of their nodes.
+        A path's size is the product of its edges' shares of the input of the nodes they enter.
 
         Args:
             start: the position of the token at which the path begins. Default: None, any token.
         """
         if start is not None and not -len(self.tokens) <= start < len(self.tokens):
             raise OptionError(
-                f"start={start} is not one of {len(self.tokens)} positions. Pass one, or None."
+                f"start={start} is not a position in {len(self.tokens)} tokens. Pass a number from "
+                f"0 to {len(self.tokens) - 1}, or None."
             )
         weights, _ = influences(self.edges, _has_influence(self.nodes))
         order = sorted(range(len(self.nodes)), key=lambda i: -self.nodes[i].depth)

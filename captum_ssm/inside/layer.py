@@ -37,11 +37,11 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         layer: a module of the model, the module's qualified name, or a list of them. A mixer's name
-            with the suffix ``.heads`` means each channel of its heads, (B, L, H, P), before the
+            with the suffix ``.heads`` selects all channels of all heads, (B, L, H, P), before the
             heads are mixed.
         model: the module, if it cannot be found in forward_func. Default: None.
         layers: names or modules of the mixers to linearize with their adapters. Default: None, all.
-        rule: the rule of calls that pass no ``rule``. Default: None, the default of the class.
+        rule: the rule for calls without ``rule``. Default: None, the default of the class.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
@@ -112,7 +112,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
             LayerError: when the layer did not run, ran several times, or does not depend on the
                 inputs.
             OptionError, InputError, TargetError, GradientModeError, NotLinearError,
-            NonFiniteError, ReconstructionError: as there.
+            NonFiniteError, ReconstructionError: as in LatimFlow.attribute().
         """
         checks.flags(
             attribute_to_layer_input=attribute_to_layer_input,
@@ -173,7 +173,10 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
             LayerError: for a list of layers.
         """
         if isinstance(self.layer, list | tuple):
-            raise LayerError("layer is a list. Call decompose() with one layer at a time.")
+            raise LayerError(
+                f"layer is a list of {len(self.layer)} layers. Create {self.name} with one layer "
+                "for each call of decompose()."
+            )
         return self._decomposed(
             self.layer,
             attribute_to_layer_input,
@@ -213,7 +216,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         return found.virtual + self._delta(found, [found.inputs], joined)
 
     def attribute_each(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise NotImplementedError, because an activation need not have tokens."""
+        """Raise NotImplementedError, because not every activation has tokens."""
         raise NotImplementedError(
             f"{self.name} has no attribute_each(). Call attribute() for each target."
         )

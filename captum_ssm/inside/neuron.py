@@ -37,10 +37,10 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         layer: a module of the model, or the module's qualified name. A mixer's name with the suffix
-            ``.heads`` means each channel of its heads, (B, L, H, P), before the heads are mixed.
+            ``.heads`` selects all channels of all heads, (B, L, H, P), before the heads are mixed.
         model: the module, if it cannot be found in forward_func. Default: None.
         layers: names or modules of the mixers to linearize with their adapters. Default: None, all.
-        rule: the rule of calls that pass no ``rule``. Default: None, the default of the class.
+        rule: the rule for calls without ``rule``. Default: None, the default of the class.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
@@ -109,7 +109,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
                 inputs.
             TargetError: for a selector that selects no neuron, or that reads padded tokens.
             OptionError, InputError, GradientModeError, NotLinearError, NonFiniteError,
-            ReconstructionError: as there.
+            ReconstructionError: as in LatimFlow.attribute().
         """
         return self._relevance(
             inputs,
@@ -254,8 +254,8 @@ def _chosen(selector: Any, tensors: Sequence[Tensor], layer: str) -> Tensor:
         return number
     if len(tensors) > 1:
         raise TargetError(
-            f"neuron_selector={selector!r} is {of}, which are several tensors. Pass a function "
-            "that takes all of them and returns one number per example."
+            f"neuron_selector={selector!r} selects no neuron {of}, several tensors. Pass a "
+            "function that takes all of them and returns one number per example."
         )
     (value,) = tensors
     index = selector if isinstance(selector, tuple) else (selector,)
@@ -286,8 +286,8 @@ def _check(number: Tensor, tensors: Sequence[Tensor], mask: Tensor | None, layer
     """Raise if a selected number (B,) cannot be explained, or depends on padded tokens."""
     if not bool(number.detach().isfinite().all()):
         raise NonFiniteError(
-            f"neuron_selector gives {number.detach().tolist()} of layer {layer!r}, which cannot be "
-            "divided. Select neurons with finite values, or run the model in a wider dtype than "
+            f"neuron_selector selects {number.detach().tolist()} in layer {layer!r}, which is not "
+            "finite. Pass a selector of finite values, or run the model in a wider dtype than "
             f"{number.dtype}."
         )
     if not number.requires_grad:

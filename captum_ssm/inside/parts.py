@@ -132,7 +132,7 @@ class Parts:
     def _read_nodes(self) -> dict[Site, Tensor]:
         """Fill ``readings``; return each node's contribution to the target over all paths, (n,).
 
-        Layers are handled from last to first, because paths go through the nodes of later layers.
+        Layers are handled from last to first, as paths go through the nodes of later layers.
         """
         leaves = [self.met[site].leaf for site in self.sites]
         gradients, _ = account(self.network.mode, self.number, self.constant, leaves)  # type: ignore[arg-type]
@@ -262,7 +262,7 @@ class Parts:
             tokens = [str(i if x is None else x) for i, x in enumerate(ids)]
         if isinstance(tokens, str) or len(tokens) != length:
             raise OptionError(
-                f"tokens has {len(tokens)} texts, but inputs has {length} tokens. Pass one each."
+                f"tokens has {len(tokens)} texts for {length} tokens. Pass one text per token."
             )
         if places is None:
             return list(tokens), ids

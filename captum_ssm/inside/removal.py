@@ -25,7 +25,7 @@ _COMPARED = ("feature", "direction", "whole")
 
 @contextmanager
 def without(model: nn.Module, graph: Graph, nodes: Sequence[Node]) -> Iterator[None]:
-    """Subtract the vectors of some nodes of a graph from activations while a model runs.
+    """Subtract the vectors of some of a graph's nodes from activations while a model runs.
 
     The vectors have their values from the graph's run. All later modules run as usual, so this is
     an intervention, not an estimate. The input must have as many tokens as the graph's input.
@@ -68,7 +68,7 @@ def without(model: nn.Module, graph: Graph, nodes: Sequence[Node]) -> Iterator[N
     with ExitStack() as stack:
         for layer, parts in places.items():
             site = find_site(model, layer)
-            hook = hooked(site.module.register_forward_hook, _taking_off(layer, parts))
+            hook = hooked(site.module.register_forward_hook, _subtracting(layer, parts))
             stack.enter_context(hook)
         yield
 
@@ -115,7 +115,7 @@ def validate(
     return Truth(nodes, examples, estimated, true, rounding)
 
 
-def _taking_off(layer: str, parts: Sequence[tuple[int, Tensor]]) -> Callable[..., Any]:
+def _subtracting(layer: str, parts: Sequence[tuple[int, Tensor]]) -> Callable[..., Any]:
     """Return a forward hook that subtracts (position, vector (W,)) pairs from an output."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:

@@ -38,8 +38,6 @@ _FEATURE_TYPES = {
     "target": "logit",
 }
 
-# --- circuit-tracer ------------------------------------------------------------------------------
-
 
 def to_json(graph: Graph, path: str | Path) -> None:
     """Write a graph as circuit-tracer does, and list it in ``graph-metadata.json`` beside it.
@@ -188,8 +186,6 @@ def _cumulative_shares(graph: Graph) -> list[float | None]:
     return shares
 
 
-# --- GraphML -------------------------------------------------------------------------------------
-
 _NAMESPACE = "http://graphml.graphdrawing.org/xmlns"
 _NODE_KEYS = {
     "kind": "string",
@@ -266,9 +262,6 @@ def _hold(element: ElementTree.Element, of: str, values: dict[str, Any]) -> None
         if value is not None:
             held = ElementTree.SubElement(element, "data", key=f"{of}-{name}")
             held.text = _UNWRITABLE.sub(lambda found: f"\\x{ord(found[0]):02x}", str(value))
-
-
-# --- both formats --------------------------------------------------------------------------------
 
 
 def _links(graph: Graph) -> list[tuple[int, int, float]]:

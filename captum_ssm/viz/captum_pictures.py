@@ -1,8 +1,7 @@
-"""Pictures of Captum's ``captum.attr.visualization``, made from relevance tensors.
+"""Draw relevance tensors with the functions of ``captum.attr.visualization``.
 
 Captum's functions need numpy arrays of a certain layout, and relevance of the requested sign. They
-neither enlarge a patch grid nor escape words in HTML. These functions prepare the arguments and let
-Captum draw.
+neither enlarge a patch grid nor escape words in HTML. The functions here prepare the arguments.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .overlay import picture_of, pixels_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Captum's names of the parts of a map, and whether a map has that part.
+#: Captum's values of ``sign``, and a test whether a map has numbers of this sign.
 _SIGNS = {
     "all": lambda x: bool(x.any()),
     "absolute_value": lambda x: bool(x.any()),
@@ -70,22 +69,23 @@ def captum_image(
     title: str | None = None,
     **options: Any,
 ) -> tuple[Figure, Any]:
-    """Draw any map of this package by Captum's ``visualize_image_attr``.
+    """Draw the relevance of an image with Captum's ``visualize_image_attr``.
 
     Args:
         image: as in :func:`captum_ssm.viz.plot_image`.
         relevance: as in :func:`captum_ssm.viz.plot_image`.
-        method: Captum's: ``"heat_map"``, ``"blended_heat_map"``, ``"original_image"``,
-            ``"masked_image"`` or ``"alpha_scaling"``. Default: ``"blended_heat_map"``.
-        sign: Captum's: ``"all"``, ``"positive"``, ``"negative"`` or ``"absolute_value"``. Default:
-            None, ``"all"`` if something is negative and the method can show it, else
-            ``"positive"``.
+        method: the form of the picture: ``"heat_map"``, ``"blended_heat_map"``,
+            ``"original_image"``, ``"masked_image"`` or ``"alpha_scaling"``. Default:
+            ``"blended_heat_map"``.
+        sign: the numbers to show: ``"all"``, ``"positive"``, ``"negative"`` or
+            ``"absolute_value"``. Default: None, ``"positive"``, or ``"all"`` if there are negative
+            numbers that the method can show.
         title: a heading. Default: None.
         **options: further arguments of ``visualize_image_attr``; ``use_pyplot`` is False unless
             set.
 
     Returns:
-        The matplotlib figure and its axes. Without relevance of the sign they show the image alone,
+        The matplotlib figure and its axes. Without relevance of the sign they show only the image,
         with a note in the title.
 
     Raises:
@@ -102,12 +102,12 @@ def captum_image(
     from captum.attr import visualization
 
     if sign is not None and sign not in _SIGNS:
-        raise OptionError(f"sign={sign!r} is not known. Use None or one of {tuple(_SIGNS)}.")
+        raise OptionError(f"sign={sign!r} is not known. Pass None or one of {tuple(_SIGNS)}.")
     pixels, picture = image_arrays(relevance, image)
     if sign == "all" and method in _ONE_SIGN:
         raise OptionError(
-            f"sign='all': method={method!r} cannot show both signs at once. Use another sign, or "
-            "None."
+            f"sign='all': method={method!r} cannot show both signs at once. Pass 'positive', "
+            "'negative', 'absolute_value' or None."
         )
     if sign is None:
         sign = "all" if pixels.min() < 0 and method not in _ONE_SIGN else "positive"
@@ -145,7 +145,7 @@ def captum_text(
         tokens: the tokens of a text, escaped here.
         relevance: one number per token (L,), scaled here so that the largest is 1 or -1.
         predicted: the model's prediction. Default: ``""``.
-        probability: of the prediction. Default: nan, not known.
+        probability: the probability of the prediction. Default: nan, not known.
         true: the correct answer. Default: ``""``.
         explained: the explained output. Default: ``""``.
         convergence: the convergence delta. Default: nan, not known.
@@ -167,7 +167,8 @@ def captum_text(
 
     scores = numbers(relevance, "relevance").flatten()
     if len(scores) != len(tokens):
-        raise InputError(f"relevance has {len(scores)} numbers for {len(tokens)} tokens.")
+        found = f"relevance has {len(scores)} numbers for {len(tokens)} tokens"
+        raise InputError(f"{found}. Pass one number per token.")
     words = [html.escape(label) for label in as_words(tokens).labels]
     classes = [
         html.escape(spelled(str(c))) if c != "" else "" for c in (predicted, true, explained)

@@ -1,4 +1,4 @@
-"""Perturbation curves: a measurement at several shares of a change, for several methods."""
+"""Draw perturbation curves: a measurement against the changed share of the input."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def plot_curves(
     change: str = "share changed",
     title: str | None = None,
 ) -> tuple[Figure, Any]:
-    """Draw the mean curve of each method, a band of its standard error, and its area.
+    """Draw each method's mean curve with a band of its standard error, and the area below it.
 
     Args:
-        curves: a :class:`captum_ssm.metrics.Curve`, or several by name.
-        quantity: the axis' label. Default: ``"measured"``.
-        change: the label of the shares. Default: ``"share changed"``.
+        curves: a :class:`captum_ssm.metrics.Curve`, or a mapping from names to several.
+        quantity: the label of the vertical axis. Default: ``"measured"``.
+        change: the label of the horizontal axis. Default: ``"share changed"``.
         title: a heading. Default: None.
 
     Returns:
@@ -62,7 +62,7 @@ def plot_perturbed(
     """Draw accuracy, probability and logit under a perturbation, side by side.
 
     Args:
-        perturbed: a :class:`captum_ssm.metrics.Perturbed`, or several by name.
+        perturbed: a :class:`captum_ssm.metrics.Perturbed`, or a mapping from names to several.
         change, title: as in :func:`plot_curves`, with the same defaults.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Messages between tokens: arcs over the words, and effects of cutting windows of layers."""
+"""Draw messages between tokens as arcs over words, and effects of cutting windows of layers."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _MOST_MARKED = 32
 
 
 def plot_windows(windows: KnockoutWindows, *, title: str | None = None) -> tuple[Figure, Any]:
-    """Draw how an answer's probability changes without the edges of kinds of tokens, by layer.
+    """Draw by layer how an answer's probability changes when edges from kinds of tokens are cut.
 
     Args:
-        windows: a :class:`captum_ssm.edges.KnockoutWindows`; of several examples the mean is drawn,
-            with a band of its standard error.
-        title: a heading, before the probability in the whole model. Default: None.
+        windows: a :class:`captum_ssm.edges.KnockoutWindows`; for several examples the mean is
+            drawn, with a band of its standard error.
+        title: a heading, before the probability in the unchanged model. Default: None.
 
     Returns:
         The matplotlib figure and its axes.
@@ -95,13 +95,13 @@ def plot_edges(
     """Draw edges as arcs over the words of a text, from sources to targets.
 
     An arc's width shows the effect of its edge. Purple edges increase the output, brown edges
-    decrease the output. The strongest show their numbers, with ≈ if norms are of first order. Words
-    far from all edges are left out of a text that is too long for one row.
+    decrease it. The strongest are labeled with their effects, with ≈ if norms are approximated to
+    first order. If the text is too long for one row, words far from all edges are left out.
 
     Args:
         tokens: the tokens, in reading order; :class:`Tokens` of one word are drawn without a gap.
-        edges: of one example, such as ``effects.top(20)[0]`` of :class:`~captum_ssm.edges.Effects`.
-        by_layer: a row for each layer that has an edge. Default: False, one row for all.
+        edges: the edges of one example, such as ``EdgeEffects(...).attribute(...).top(20)[0]``.
+        by_layer: draw one row for each layer that has an edge. Default: False, one row for all.
         title: a heading. Default: None.
 
     Returns:
@@ -123,7 +123,10 @@ def plot_edges(
     for edge in edges:
         outside = [end for end in (edge.source, edge.target) if not 0 <= end < len(tokens)]
         if outside:
-            raise InputError(f"edges names token {outside[0]}, but there are {len(tokens)} tokens.")
+            raise InputError(
+                f"edges has an end at token {outside[0]}, but tokens has {len(tokens)}. Pass the "
+                "tokens of the edges' text."
+            )
     effects = numbers([edge.effect for edge in edges], "edges")
     words = WordRow.of(tokens, {end for edge in edges for end in (edge.source, edge.target)})
     layers = sorted({edge.layer for edge in edges})
@@ -148,15 +151,15 @@ def plot_edges(
 
 
 class WordRow(NamedTuple):
-    """The words of one row of a picture of edges.
+    """The labels and positions of the words below the arcs of one row.
 
     Attributes:
         middles: the middle of each shown token.
         halves: half the width that each shown token has for the ends of arcs.
         ticks: the middles of all labels, including labels for words that are left out.
         labels: the labels.
-        turned: whether labels are upright.
-        length: of the row, in cells.
+        turned: whether the labels are rotated.
+        length: the row's width in character cells.
     """
 
     middles: dict[int, float]
@@ -209,7 +212,7 @@ class _Arc(NamedTuple):
 
 
 def _arcs(edges: Sequence[Edge], words: WordRow) -> list[_Arc]:
-    """Return the arcs, the strongest first, side by side at common words."""
+    """Return arcs from strongest to weakest; arcs that share a word end side by side."""
     strongest = sorted(edges, key=lambda edge: -abs(edge.effect))
     at = defaultdict[int, list[tuple[tuple[int, int, int], int, bool]]](list)
     for i, edge in enumerate(strongest):
@@ -236,7 +239,7 @@ def _sign(number: int) -> int:
 
 
 def set_words(axis: Any, words: WordRow) -> None:
-    """Set an axis' ticks to words."""
+    """Label an axis' ticks with words, and hide all other parts of the axis."""
     axis.set_xlim(-0.3, words.length + 0.3)
     axis.set_ylim(0, 1.15)
     axis.set_yticks([])

@@ -1,6 +1,6 @@
-"""Figures, their numbers and their colors.
+"""Create figures, check the numbers to draw, and choose colors.
 
-Colors read the same for most kinds of color vision; scales of both signs are centered at 0.
+Colors can be told apart with most kinds of color vision; scales of both signs are centered at 0.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ def new_figure(width: float, height: float, **grid: Any) -> tuple[Figure, Any]:
 
 
 def numbers(values: Any, what: str) -> Tensor:
-    """Return the values as finite float64 numbers on the CPU."""
+    """Return the values as finite float64 numbers on the CPU; ``what`` names them in errors."""
     # Python's numbers are float64, which torch would round to its default
     dtype = None if hasattr(values, "dtype") else torch.float64
     try:
         found = torch.as_tensor(values, dtype=dtype).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
-        raise InputError(f"{what} does not consist of real numbers: {values!r}.") from None
+        raise InputError(f"{what}={values!r} is not accepted. Pass only real numbers.") from None
     if found.is_complex() or not found.numel():
         kind = "complex" if found.is_complex() else "empty"
-        raise InputError(f"{what} of shape {tuple(found.shape)} is {kind}; pass real numbers.")
+        raise InputError(f"{what} of shape {tuple(found.shape)} is {kind}. Pass real numbers.")
     found = found.double()
     missing = int((~found.isfinite()).sum())
     if missing:
         raise InputError(
-            f"{what} holds {missing} numbers that are NaN or infinite and have no color. Find out "
-            "where they come from: verify=True names the layer of a method of this package."
+            f"{what} contains {missing} numbers that are NaN or infinite. Pass finite numbers; a "
+            "method of this package with verify=True finds the layer that returned them."
         )
     return found
 
@@ -67,20 +67,18 @@ def by_name(values: Any, what: str) -> dict[str, Any]:
     """Return values by name; a single value without a name gets the name ``""``."""
     named = dict(values) if isinstance(values, Mapping) else {"": values}
     if not named:
-        raise InputError(f"{what} is an empty mapping; name at least one.")
+        raise InputError(f"{what} is an empty mapping. Pass at least one entry.")
     return named
 
 
 def check_labels(labels: Sequence[str] | None, count: int, what: str) -> None:
-    """Raise unless there is one label for each of ``count`` things, or none at all."""
+    """Raise InputError unless there are ``count`` labels, or None instead of labels."""
     if labels is not None and len(labels) != count:
-        raise InputError(
-            f"{what} has {len(labels)} labels for {count} things to label; give one for each."
-        )
+        raise InputError(f"{what} has {len(labels)} labels for {count} items. Pass one for each.")
 
 
 def scale(values: Tensor) -> tuple[str, float, float]:
-    """Return a color map and limits: from zero without negatives, else centered at zero."""
+    """Return a color map and its limits, centered at zero if some value is negative."""
     largest = float(values.abs().max()) or 1.0
     if float(values.min()) < 0:
         return DIVERGING, -largest, largest
@@ -88,7 +86,7 @@ def scale(values: Tensor) -> tuple[str, float, float]:
 
 
 def explain_colors(figure: Figure, color_map: str) -> None:
-    """Add a legend, above and on the right, for colors without a color bar."""
+    """Add a legend for the colors at the upper right, in place of a color bar."""
     from matplotlib import colormaps
     from matplotlib.patches import Patch
 

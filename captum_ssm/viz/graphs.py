@@ -1,4 +1,4 @@
-"""Graphs of exact parts: features over their words, and contributions between them."""
+"""Draw attribution graphs: nodes over the words of a text, with contributions as edges."""
 
 from __future__ import annotations
 
@@ -38,15 +38,13 @@ def plot_graph(
     """Draw a graph's nodes over the words of the text, a row for each layer, and their edges.
 
     Sizes of nodes and widths of edges show influence. Purple edges add to their target, brown ones
-    subtract. Errors are hollow. Words far from all nodes are left out of a text that is too long
-    for one row.
-
-    A graph of whole activations is a flow. With ``by="relevance"`` widths and sizes show the
-    relevance that passes an edge or a node, and a node's incoming relevance sums to its own.
+    subtract. Errors are hollow. If the text is too long for one row, words far from all nodes are
+    left out. With ``by="relevance"``, for graphs of whole activations, widths and sizes show the
+    relevance of an edge or a node, and a node's incoming relevance sums to its own.
 
     Args:
         graph: a :class:`captum_ssm.inside.Graph`.
-        most: number of nodes beside tokens and the target, by influence. Default: 24.
+        most: the number of inner nodes to draw, the most influential ones. Default: 24.
         by: the quantity of widths and sizes: ``"influence"``, or ``"relevance"`` for graphs of
             whole activations. Default: ``"influence"``.
         title: a heading. Default: None.
@@ -73,7 +71,7 @@ def plot_graph(
         ['tokens', 'layers.0', 'target']
     """
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
-        raise OptionError(f"most={most!r} must be an integer, at least 1.")
+        raise OptionError(f"most={most!r} is not accepted. Pass an integer of at least 1.")
     _check_by(graph, by)
     edges = numbers(graph.edges, "graph")
     chosen = chosen_nodes(graph, most)
@@ -119,7 +117,7 @@ def plot_graph(
 
 
 def chosen_nodes(graph: Graph, most: int) -> list[int]:
-    """Return the nodes to draw: the nodes of the greatest influence, and the target."""
+    """Return the indices of the nodes to draw: the most influential ones and the target."""
     inner = [
         i
         for i, node in enumerate(graph.nodes[:-1])
@@ -135,25 +133,25 @@ def chosen_nodes(graph: Graph, most: int) -> list[int]:
 
 def _check_by(graph: Graph, by: str) -> None:
     if by not in ("influence", "relevance"):
-        raise OptionError(f"by={by!r} must be 'influence' or 'relevance'.")
+        raise OptionError(f"by={by!r} is not known. Pass 'influence' or 'relevance'.")
     kinds = {node.kind for node in graph.nodes} & {"feature", "direction"}
     if by == "relevance" and kinds:
         raise OptionError(
-            f"by='relevance' is for graphs of whole activations, and this one has nodes of kind "
-            f"{', '.join(sorted(kinds))}, whose parts differ in unit. Use by='influence', "
-            "or make the graph with layers alone, nodes=[...]."
+            f"by='relevance' is for graphs of whole activations, and this graph has nodes of kind "
+            f"{', '.join(sorted(kinds))}, whose units differ. Pass by='influence', or make the "
+            "graph with only layers in nodes=[...]."
         )
 
 
 def _relevance(graph: Graph, edges: Tensor) -> Tensor:
-    """Return each node's contribution (n,) to the target, or to the nodes that were followed."""
+    """Return each node's absolute contribution (n,), to the target or to the nodes it enters."""
     own = torch.tensor([node.activation for node in graph.nodes], dtype=torch.double)
     whole = torch.tensor([node.kind == "whole" for node in graph.nodes])
     return torch.where(whole, own, edges.sum(0)).abs()
 
 
 def _flow_between(edges: Tensor, chosen: Sequence[int]) -> list[tuple[int, int, float, float]]:
-    """Return source, target, relevance and size of each link that is not too thin to draw."""
+    """Return (source, target, relevance, width) of each link that is wide enough to draw."""
     found = [(s, t, float(edges[t, s])) for t in chosen for s in chosen]
     least = _LEAST * max((abs(weight) for *_, weight in found), default=0.0)
     return [(s, t, w, abs(w)) for s, t, w in found if w and abs(w) >= least]
@@ -193,12 +191,12 @@ def _places(
 def links_between(
     edges: Tensor, chosen: Sequence[int], influence: Tensor, least: float = _LEAST
 ) -> list[tuple[int, int, float, float]]:
-    """Return source, target, contribution and influence of each link.
+    """Return (source, target, contribution, influence) of each link.
 
     Args:
-        edges: of a graph, (n, n).
+        edges: the edges of a graph, (n, n).
         chosen: the nodes that are drawn.
-        influence: of all nodes, and 1 of the target, (n,).
+        influence: each node's influence, 1 for the target, (n,).
         least: the smallest share of a node's input for a link. Default: 0.03.
     """
     sizes = edges.abs().double()

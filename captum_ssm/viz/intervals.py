@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 #: (lower bound, value, upper bound); NaN if there is no number.
 Interval = tuple[float, float, float]
 
-#: Inches: of a line, of a panel, of a character of a label and of the title, of the margins.
+#: Sizes in inches: a line, a panel, a character of a label, one of the title, the margins.
 _LINE, _PANEL, _CHARACTER, _TITLE_CHARACTER, _AROUND = 0.155, 2.1, 0.068, 0.088, 0.9
 
 
@@ -27,11 +27,11 @@ def plot_intervals(
     *,
     title: str | None = None,
 ) -> tuple[Figure, Any]:
-    """Draw a table: a line for each row, under the heading of its group, a panel for each column.
+    """Draw a table of intervals, with a line for each row and a panel for each column.
 
     Args:
-        groups: by heading, by the label of a row, one interval per column: its lower bound, the
-            value and its upper bound, NaN for no number.
+        groups: a mapping from headings to mappings from row labels to one interval per column:
+            lower bound, value and upper bound, NaN without a number.
         columns: the names of the columns.
         title: a heading. Default: None.
 
@@ -90,11 +90,11 @@ def _dots(axis: Any, start: int, intervals: Sequence[Interval], color: str) -> N
 
 def _check(groups: Mapping[str, Mapping[str, Sequence[Interval]]], columns: Sequence[str]) -> None:
     if not columns or not any(groups.values()):
-        raise InputError("There is nothing to draw: groups and columns need one entry or more.")
+        raise InputError("There is nothing to draw. Pass groups with a row, and a column.")
     for heading, rows in groups.items():
         for label, intervals in rows.items():
             if len(intervals) != len(columns):
                 raise InputError(
                     f"groups: the row {label!r} of {heading!r} has {len(intervals)} intervals for "
-                    f"{len(columns)} columns; give one for each."
+                    f"{len(columns)} columns. Pass one for each."
                 )

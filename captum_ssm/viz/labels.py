@@ -71,8 +71,8 @@ def as_words(tokens: Sequence[str]) -> Words:
     for name in tokens:
         if not isinstance(name, str):
             raise InputError(
-                f"tokens holds a {type(name).__name__}, which is not a name of a token. Pass their "
-                "texts, such as Tokens.of(tokenizer, ids)."
+                f"tokens contains a {type(name).__name__}, not a name. Pass the tokens' texts, "
+                "such as Tokens.of(tokenizer, ids)."
             )
     pieces = tokens.pieces if isinstance(tokens, Tokens) else None
     if pieces is None:
@@ -117,7 +117,7 @@ def shards(words: Words) -> list[int]:
 
 
 def _of_word(character: str) -> bool:
-    """Return True for a letter of a script with spaces: no Thai, Chinese or Japanese."""
+    """Return True for letters of scripts with spaces, unlike Thai, Chinese and Japanese."""
     alone = "\u0e00" <= character < "\u1000" or "\u3040" <= character < "\uac00"
     return character.isalnum() and not alone
 
@@ -130,7 +130,7 @@ def direction_of(text: str) -> str:
 
 
 def spelled(token: str) -> str:
-    """Return the token with control, zero-width and lone combining characters by name."""
+    """Return the token with control, zero-width and lone combining characters as escapes."""
     if token and not token.strip(" "):
         return "␣" * len(token)
     shown, base = [], False
@@ -145,7 +145,7 @@ def spelled(token: str) -> str:
 
 
 def shown(token: str) -> str:
-    """Return the token for matplotlib: spelled, in known glyphs, without mathematics."""
+    """Escape a token for matplotlib: invisible characters, missing glyphs and ``$``."""
     glyphs = _glyphs()
     drawn = "".join(c if ord(c) in glyphs else _name(c) for c in spelled(token))
     return drawn.replace("$", r"\$")
@@ -177,7 +177,7 @@ def cut(token: str, longest: int = _LONGEST) -> str:
 
 
 def label_axis(axis: Any, labels: Sequence[str] | None, count: int, what: str) -> None:
-    """Name the ticks of an axis by tokens, or by positions, as many as fit."""
+    """Label the ticks of an axis with tokens, or with positions, as many as fit."""
     check_labels(labels, count, what)
     ticks = range(0, count, -(-count // _MOST_LABELS))
     words = None if labels is None else as_words(labels).labels

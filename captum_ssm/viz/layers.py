@@ -31,9 +31,9 @@ def plot_layers(
     """Draw how a number changes from layer to layer.
 
     Args:
-        profiles: one number per layer, or several such by name; they may differ in length.
-        quantity: the axis' label. Default: ``"relevance"``.
-        logarithmic: a logarithmic axis; zeros cannot be shown on it. Default: False.
+        profiles: one number per layer, or a mapping from names to such numbers, of any lengths.
+        quantity: the label of the vertical axis. Default: ``"relevance"``.
+        logarithmic: use a logarithmic axis, which cannot show zeros. Default: False.
         title: a heading. Default: None.
 
     Returns:
@@ -54,7 +54,7 @@ def plot_layers(
         heights = numbers(values, "profiles")
         if heights.dim() != 1:
             raise InputError(
-                f"profile {name!r} has shape {tuple(heights.shape)}; pass one number per layer."
+                f"profile {name!r} has shape {tuple(heights.shape)}. Pass one number per layer."
             )
         axis.plot(heights.numpy(), marker="o", markersize=4, label=shown(name), **line_style(i))
     if logarithmic:
@@ -74,8 +74,8 @@ def plot_decomposition_errors(
 
     Args:
         errors: the result of :meth:`LatimNorm.decomposition_error
-            <captum_ssm.LatimNorm.decomposition_error>`, or several by name, for example by
-            ``activation``.
+            <captum_ssm.LatimNorm.decomposition_error>`, or a mapping from names to several, such as
+            one for each ``activation``.
         title: a heading. Default: None.
 
     Returns:

@@ -33,11 +33,11 @@ def plot_matrices(
         matrices: matrices (L, L), or (1, L, L) as :meth:`ImplicitAttention.matrices
             <captum_ssm.ImplicitAttention.matrices>` returns them.
         tokens: labels of the tokens. Default: None, positions.
-        titles: a heading for each. Default: None, ``layer 0``, ``layer 1``, ...
+        titles: a heading for each picture. Default: None, ``layer 0``, ``layer 1``, ...
         title: a heading for all. Default: None.
         absolute: show min-max normalized absolute values, as the papers do, instead of signed ones.
             Default: False.
-        columns: begin a new row of pictures after so many. Default: None, all in one row.
+        columns: the number of pictures in a row. Default: None, all in one row.
 
     Returns:
         The matplotlib figure and its axes, one per matrix.
@@ -56,11 +56,11 @@ def plot_matrices(
     """
     squares = [_square(m) for m in matrices]
     if not squares:
-        raise InputError("matrices is empty; pass at least one (L, L).")
+        raise InputError("matrices is empty. Pass at least one matrix (L, L).")
     names = [f"layer {i}" for i in range(len(squares))] if titles is None else list(titles)
     check_labels(names, len(squares), "titles")
     if columns is not None and columns < 1:
-        raise OptionError(f"columns={columns} must be at least 1.")
+        raise OptionError(f"columns={columns} is below 1. Pass an integer of at least 1, or None.")
     wide = len(squares) if columns is None else columns
     side = min(9.0, 2.6 + 0.13 * max(map(len, squares)))
     wide, high = min(wide, len(squares)), -(-len(squares) // wide)
@@ -115,7 +115,7 @@ def plot_depths(
     """
     wrong = [depth for depth in depths if not 0 <= depth <= 1]
     if wrong or not len(depths):
-        raise OptionError(f"depths={list(depths)!r} must be one or more shares from 0 to 1.")
+        raise OptionError(f"depths={list(depths)!r}: pass one or more shares from 0 to 1.")
     places = [round(depth * (len(matrices) - 1)) for depth in depths]
     titles = [f"layer {i}  ({d:.0%})" for i, d in zip(places, depths, strict=True)]
     chosen = [matrices[i] for i in places] if len(matrices) else []
@@ -137,7 +137,8 @@ def plot_channels(
         matrix: (C, L, L), or (1, C, L, L) as :meth:`ImplicitAttention.matrices
             <captum_ssm.ImplicitAttention.matrices>` returns it with ``reduce=None`` or ``"heads"``.
         tokens: labels of the tokens. Default: None, positions.
-        channels: which ones; negative ones count from the end. Default: None, the first 16.
+        channels: the channels' indices; negative ones count from the end. Default: None, the first
+            16.
         title: a heading for all. Default: None.
         absolute: see :func:`plot_matrices`. Default: True, as the papers.
         columns: pictures in a row. Default: 4.
@@ -159,14 +160,14 @@ def plot_channels(
     parts = matrix[0] if matrix.dim() == 4 and len(matrix) == 1 else matrix
     if parts.dim() != 3:
         raise InputError(
-            f"a matrix of shape {tuple(matrix.shape)} has no channels to draw; pass (C, L, L), for "
+            f"matrix of shape {tuple(matrix.shape)} has no channels to draw. Pass (C, L, L), for "
             "example ImplicitAttention(model).matrices(inputs, reduce=None)[layer][example]."
         )
     count = len(parts)
     chosen = range(min(count, 16)) if channels is None else channels
     for channel in chosen:
         if not -count <= channel < count:
-            raise OptionError(f"channels names {channel}, but there are {count}.")
+            raise OptionError(f"channels contains {channel}. Pass numbers from 0 to {count - 1}.")
     titles = [f"channel {channel % count}" for channel in chosen]
     squares = [parts[channel] for channel in chosen]
     return plot_matrices(
@@ -185,7 +186,7 @@ def _square(matrix: Tensor) -> Tensor:
     square = square[0] if square.dim() == 3 and len(square) == 1 else square
     if square.dim() != 2 or square.shape[0] != square.shape[1]:
         raise InputError(
-            f"a matrix of shape {tuple(matrix.shape)} cannot be drawn; pass one (L, L) per "
+            f"a matrix of shape {tuple(matrix.shape)} cannot be drawn. Pass one matrix (L, L) per "
             "picture, for example matrices[layer][example]."
         )
     return square

@@ -16,7 +16,7 @@ from .labels import shown
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Forms of relevance: a heat map alone, over the image, as lines on it, or as a mask.
+#: Forms of relevance: a heat map, a heat map over the image, lines on the image, or a mask.
 MANNERS = ("heat", "blend", "contour", "masked")
 
 #: Contour lines, as shares of the largest relevance.
@@ -36,12 +36,12 @@ def plot_image(
         image: (C, H, W) or (1, C, H, W) with one color channel or three; numbers outside [0, 1], as
             in normalized images, are stretched to it.
         relevance: (C, H, W) or (H, W), or the patch grid (h, w), which is enlarged bilinearly; a
-            dimension of 1 in front is dropped. Several by name are drawn side by side, each with
-            its own color scale.
-        how: one or several, drawn below each other. ``"blend"``: a heat map over the gray image.
-            ``"contour"``: lines at a quarter, half and three quarters of the largest value, dashed
-            if negative. ``"masked"``: the image as bright as its positive relevance. ``"heat"``:
-            the heat map alone. Default: ``"blend"``.
+            dimension of 1 in front is dropped. A mapping from names to several of these is drawn
+            side by side, each with its own color scale.
+        how: one form of the picture, or several, drawn below each other. ``"blend"``: a heat map
+            over the gray image. ``"contour"``: lines at a quarter, half and three quarters of the
+            largest value, dashed if negative. ``"masked"``: the image as bright as its positive
+            relevance. ``"heat"``: only the heat map. Default: ``"blend"``.
         title: a heading. Default: None.
 
     Returns:
@@ -61,9 +61,9 @@ def plot_image(
     manners = [how] if isinstance(how, str) else list(how)
     for manner in manners:
         if manner not in MANNERS:
-            raise OptionError(f"how={manner!r} is not known. Use one or more of {MANNERS}.")
+            raise OptionError(f"how={manner!r} is not known. Pass one or more of {MANNERS}.")
     if not manners:
-        raise OptionError(f"how is empty. Use one or more of {MANNERS}.")
+        raise OptionError(f"how is empty. Pass one or more of {MANNERS}.")
     picture = picture_of(image)  # (H, W, 3)
     size = (picture.shape[0], picture.shape[1])
     given = {name: _summed(r) for name, r in by_name(relevance, "relevance").items()}
@@ -92,7 +92,7 @@ def picture_of(image: Tensor) -> Tensor:
     whole = whole[0] if whole.dim() == 4 and len(whole) == 1 else whole
     if whole.dim() != 3 or len(whole) not in (1, 3):
         raise InputError(
-            f"image has shape {tuple(image.shape)}; pass one image (C, H, W) with one color "
+            f"image has shape {tuple(image.shape)}. Pass one image (C, H, W) with one color "
             "channel or three."
         )
     if image.dtype == torch.uint8:
@@ -117,8 +117,8 @@ def _summed(relevance: Tensor) -> Tensor:
         found = found.sum(0)
     if found.dim() != 2:
         raise InputError(
-            f"relevance has shape {tuple(relevance.shape)}; pass one image's: (C, H, W), "
-            "(H, W) or its patch grid (h, w), as per_token=True gives it."
+            f"relevance has shape {tuple(relevance.shape)}. Pass the relevance of one image: "
+            "(C, H, W), (H, W), or the patch grid (h, w) that per_token=True returns."
         )
     return found
 

@@ -29,9 +29,9 @@ _LOOKS = {
 _OTHER = ("#999999", "")
 #: Height in inches of the bars above a line of text.
 _HIGH = 1.5
-#: A bar's width, in the characters of the line.
+#: A bar's width in characters of the text.
 _WIDE = 2.4
-#: A role is named at its largest part if that is at least this share of the scale.
+#: A role's name is written beside its largest bar if the bar is at least this share of the scale.
 _NAMED = 0.08
 
 
@@ -42,15 +42,15 @@ def plot_roles(
     marked: Sequence[int] = (),
     title: str | None = None,
 ) -> tuple[Figure, Any]:
-    """Draw over each token of a text a bar of its relevance, stacked by role.
+    """Draw a bar of relevance, stacked by role, over each token of a text.
 
-    Negative relevance is stacked below zero. The lines of a long text have one scale, and a role's
-    name is beside its largest part.
+    Negative relevance is stacked below zero. All lines of a long text have the same scale. A role's
+    name is written beside its largest bar.
 
     Args:
         tokens: the tokens, in reading order; :class:`Tokens` of one word are drawn without a gap.
-        roles: one number per token (L,) by role, as ``roles`` of
-            :meth:`LatimFlow.decompose <captum_ssm.LatimFlow.decompose>` has them for one example.
+        roles: a mapping from roles to one number per token (L,), such as one example's ``roles``
+            from :meth:`LatimFlow.decompose <captum_ssm.LatimFlow.decompose>`.
         marked: positions to frame, for example the known evidence. Default: none.
         title: a heading. Default: None.
 
@@ -71,8 +71,8 @@ def plot_roles(
     """
     if not isinstance(roles, Mapping) or not roles:
         raise InputError(
-            "roles must be a mapping with a number per token for at least one role, as "
-            "LatimFlow(model).decompose(...).roles is."
+            f"roles={roles!r} is not accepted. Pass a mapping from at least one role to one number "
+            "per token, such as LatimFlow(model).decompose(...).roles."
         )
     words = as_words(tokens)
     names = [cut(label, LINE // 2) for label in words.labels]

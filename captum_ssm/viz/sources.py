@@ -63,7 +63,7 @@ def plot_contributions(
     found = numbers(contributions, "contributions")
     if found.dim() != 2:
         raise InputError(
-            f"contributions of shape {tuple(found.shape)} cannot be drawn; pass (targets, sources)."
+            f"contributions of shape {tuple(found.shape)} cannot be drawn. Pass (targets, sources)."
         )
     rows, columns = found.shape
     size = (min(14.0, 2.6 + 0.32 * columns), min(12.0, 1.9 + 0.28 * rows))

@@ -48,14 +48,14 @@ def plot_text(
 
     Args:
         tokens: the tokens, in reading order; :class:`Tokens` of one word are drawn without a gap.
-        relevance: one number per token (L,), or several such by name, drawn one below another.
-            Relevance may also come first, as in other tools.
+        relevance: one number per token (L,), or a mapping from names to such numbers, drawn one
+            below another. Relevance may also be the first argument, as in other tools.
         marked: positions to frame, for example the known evidence. Default: none.
-        one_scale: one color scale for all, for relevances of one unit, such as roles of a
+        one_scale: use one color scale for all relevance of the same unit, such as the roles of a
             decomposition. Default: False, each has its own.
         title: a heading. Default: None.
-        asking: the position that asks, usually -1. The token there is not colored for methods whose
-            entry is the identity. Default: None, all tokens are colored.
+        asking: the query position, usually -1. The token there is not colored for methods whose
+            entry is mostly the identity. Default: None, all tokens are colored.
 
     Returns:
         The matplotlib figure and its axes, one per relevance.
@@ -110,7 +110,8 @@ def of_tokens(values: Any, what: str, name: str, tokens: Sequence[str]) -> Tenso
     """Check that there is one number per token, and return the numbers (L,)."""
     scores = numbers(values, what).flatten().clone()
     if len(scores) != len(tokens):
-        raise InputError(f"{what} {name!r} has {len(scores)} numbers for {len(tokens)} tokens.")
+        found = f"{what} {name!r} has {len(scores)} numbers for {len(tokens)} tokens"
+        raise InputError(f"{found}. Pass one number per token.")
     return scores
 
 
@@ -158,7 +159,7 @@ def wrap(cells: Sequence[float], words: Words) -> tuple[list[tuple[int, float]],
     """Return line and column of the beginning of every label, and the number of lines.
 
     Args:
-        cells: the cells of each label.
+        cells: the width of each label in character cells.
         words: the tokens; tokens of one word share a line if there is room, and lines of the text
             begin new lines.
     """

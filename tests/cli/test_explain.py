@@ -297,7 +297,7 @@ OF_RECALL = [
     ("--generate 3 --answer lamp", "--generate 3"),
     ("--spans sentence --target lamp", "--target"),
     ("--spans all --method LatimFlow MambaLRP", "one method"),
-    ("--generate 2 --out x.txt", "the ending says what to write: .html (a page), .json"),
+    ("--generate 2 --out x.txt", "an ending that is not accepted. Use .html (a page), .json"),
 ]
 OTHERS = [
     ("no-such-model --text anna", "add --hub"),

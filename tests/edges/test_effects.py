@@ -102,7 +102,7 @@ def test_layers_by_number_name_and_range() -> None:
     sums = torch.stack([effects.matrix(layer).sum((1, 2)) for layer in range(3)])
     assert close(effects.by_layer(), sums) < 1e-5
     for wrong in (3, "layer", 1.5):
-        with pytest.raises(OptionError, match="layers names"):
+        with pytest.raises(OptionError, match="layers contains"):
             effects.matrix(wrong)
 
 
@@ -167,7 +167,7 @@ def test_wrong_arguments() -> None:
         (lambda: effects.rows([9]), QueryError, "positions"),
         (lambda: effects.of(Edges(1, 1, 2, selection=True)), OptionError, "selection"),
         (lambda: method.validate(*asked, samples=None), OptionError, "samples"),
-        (lambda: method.validate(*asked, edges=[Edges(9)]), OptionError, "layers names 9"),
+        (lambda: method.validate(*asked, edges=[Edges(9)]), OptionError, "layers contains 9"),
     ):
         with pytest.raises(error, match=said):
             call()

@@ -165,7 +165,7 @@ def test_wrong_arguments() -> None:
         (windows, {"kinds": {"first": 1.5}}, OptionError, "sources"),
         (windows, {"kinds": {"outside": 6}}, QueryError, "position 6"),
         (windows, {"window": 0}, OptionError, "window"),
-        (windows, {"layers": 7}, OptionError, "layers names 7"),
+        (windows, {"layers": 7}, OptionError, "layers contains 7"),
         (windows, {"layers": "attention"}, NoMixerError, "attention"),
         (windows, {"target": None}, TargetError, "target=None"),
         (windows, {"inputs": [1, 2]}, InputError, "inputs"),

@@ -195,7 +195,7 @@ def test_what_the_mean_or_another_run_would_have_sent() -> None:
         ):
             model(ids)
         with (
-            pytest.raises(InputError, match="as many tokens"),
+            pytest.raises(InputError, match="Pass replace with"),
             knock_out(model, Edges(1, 1, 6), replace=other[:, :8]),
         ):
             model(ids)
@@ -266,15 +266,15 @@ def test_what_cannot_be_cut() -> None:
     model, ids = mamba_lm(), torch.randint(15, (2, 9))
     before = logits(model(ids))
     for edges, error, said in (
-        (Edges(), OptionError, "names nothing"),
+        (Edges(), OptionError, "selects nothing"),
         (Edges(1, 5, 2), QueryError, "before its source"),
-        (Edges(1, 9, 8), QueryError, "sources names position 9"),
-        (Edges(1, 2, -12), QueryError, "targets names position -12"),
+        (Edges(1, 9, 8), QueryError, "sources contains position 9"),
+        (Edges(1, 2, -12), QueryError, "targets contains position -12"),
         (Edges(1, torch.ones(4, dtype=torch.bool), 2), QueryError, "sources is a mask"),
         (Edges(1, torch.zeros(3, 1).long(), 2), QueryError, "3 examples"),
-        (Edges(7, 1, 2), OptionError, "layers names 7"),
+        (Edges(7, 1, 2), OptionError, "layers contains 7"),
         (Edges("there", 1, 2), NoMixerError, "'there'"),
-        (Edges(1, 1, 2, heads=20), OptionError, "heads names 20"),
+        (Edges(1, 1, 2, heads=20), OptionError, "heads contains 20"),
         (Edges(1, 1, 2, component="norm"), OptionError, "norm"),
         (Edges(1, 1, lambda i, j: i - j), OptionError, "booleans"),
     ):

@@ -221,7 +221,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"d_sae": -3}, "d_sae = -3"),
     ({"architecture": "topk"}, "k = None; a number"),
     ({"architecture": "topk", "k": 13}, r"cfg\.json has settings that fit no dictionary: k=13"),
-    ({"rescale_acts_by_decoder_norm": True}, "'standard' has k=None, rescale_acts"),
+    ({"rescale_acts_by_decoder_norm": True}, "k=None, rescale_acts.*'standard' has no such"),
     ({"d_in": 6}, r"does not fit cfg\.json.*W_enc"),
     ({"architecture": "gated"}, r"does not fit cfg\.json.*b_gate"),
 ]

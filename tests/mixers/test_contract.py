@@ -63,7 +63,7 @@ REFUSES: dict[str, dict[str, str]] = {
         "checkpointing": "seq_idx",
     },
     # Its n-grams are looked up by hashes of tokens.
-    "qwen4_exp with n-grams": {"knock-out": "cannot be followed"},
+    "qwen4_exp with n-grams": {"knock-out": "not found there"},
     "mamba_ssm_fused": {"LoRA": "do not change the output"},
     "torch": {"LoRA": "no mixer has a linear layer"},  # of its own class, which holds the weights
     "fla PaTHAttention": dict.fromkeys(PADDING, "TypeError"),  # of its kernel, given a mask

@@ -94,7 +94,7 @@ def test_awkward_tokens_and_refusals() -> None:
     with pytest.raises(InputError, match="edges is empty"):
         plot_edges(WORDS, [])
     for ends in ((5, 1), (1, -1)):
-        with pytest.raises(InputError, match=r"edges names token (5|-1), but there are 5"):
+        with pytest.raises(InputError, match=r"edges has an end at token (5|-1), but tokens has 5"):
             plot_edges(WORDS, [edge(*ends, 1.0)])
     with pytest.raises(InputError, match="NaN"):
         plot_edges(WORDS, [edge(0, 1, float("nan"))])

@@ -80,15 +80,15 @@ REFUSED: dict[str, Callable[[], object]] = {
     r"shape \(4,\).* cannot be drawn": lambda: plot_matrices([torch.rand(4)]),
     "depths": lambda: plot_depths([SQUARE], depths=[1.2]),
     "matrices is empty": lambda: plot_depths([]),
-    "channels names 7": lambda: plot_channels(torch.rand(7, 4, 4), channels=[7]),
+    "channels contains 7": lambda: plot_channels(torch.rand(7, 4, 4), channels=[7]),
     "no channels": lambda: plot_channels(SQUARE),
     "targets has 2 labels for 3": lambda: plot_contributions(SQUARE, targets=["x", "y"]),
-    r"pass \(targets, sources\)": lambda: plot_contributions(torch.rand(4)),
-    "roles must be a mapping": lambda: plot_roles(["a"], {}),
+    r"Pass \(targets, sources\)": lambda: plot_contributions(torch.rand(4)),
+    "roles=.* Pass a mapping": lambda: plot_roles(["a"], {}),
     "role 'key' has 3 numbers for 2": lambda: plot_roles(["a", "b"], {"key": torch.rand(3)}),
-    "does not consist of real numbers": lambda: plot_text(["a", "b"], [1.0, 2j]),
+    "is not accepted. Pass only real numbers": lambda: plot_text(["a", "b"], [1.0, 2j]),
     "is complex": lambda: plot_text(["a", "b"], torch.zeros(2, dtype=torch.complex64)),
-    "which is not a name of a token": lambda: plot_text([3, 4], torch.rand(2)),
+    "contains a int, not a name": lambda: plot_text([3, 4], torch.rand(2)),
 }
 
 

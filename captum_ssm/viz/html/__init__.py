@@ -1,1 +1,1 @@
-"""The report: one HTML file with its data, style and script, which makes no requests."""
+"""Write a report: one HTML file with data, styles and scripts, which makes no requests."""

@@ -1,9 +1,7 @@
-"""Relevance for each prediction, so a page can switch between them.
+"""Compute relevance for each likely prediction, so a page can switch between them.
 
-Relevance is linear in the explained number: for one prediction rather than another it is the
-difference of theirs, which the page computes.
-
-Shapes: L tokens, N layers.
+Relevance is linear in the explained number, so the page subtracts the relevance of two predictions
+to explain one rather than the other. Shapes: L tokens, N layers.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from .example import ShownExample, Subject
 from .outline import Outline
 from .parts import Account, account, options_of_parts, roles_of
 
-#: Values are held in this share of the largest of their row, in 16 bits.
+#: The 16-bit integer that stands for the largest absolute value of a row.
 _STEPS = 2**15 - 1
 #: Estimated size in bytes of one token's values and roles (six lists) in JSON.
 _WRITTEN = 40
@@ -34,8 +32,8 @@ class Answer:
     """A method's explanation of one prediction.
 
     Attributes:
-        tokens: relevance in the form in which methods return it, (1, L) or a grid of patches.
-        roles: the same by role; empty if the rule has no roles.
+        tokens: the relevance of tokens (1, L), or of a grid of patches.
+        roles: the relevance by role; empty if the rule has no roles.
         account: the parts of the output.
         streams: relevance of each layer's input (N, L), without padding; None if the layers do not
             all mix the example's tokens.
@@ -47,7 +45,7 @@ class Answer:
     streams: Tensor | None
 
 
-def switches(method: Any, options: Mapping[str, Any]) -> bool:
+def explains_several(method: Any, options: Mapping[str, Any]) -> bool:
     """Return True if a method object or class can explain several predictions in one run."""
     kind = method if isinstance(method, type) else type(method)
     return issubclass(kind, LatimFlow) and options.get("contrast") is None
@@ -62,7 +60,7 @@ def answers_of(
     options: Mapping[str, Any],
     roles: bool,
 ) -> list[Answer]:
-    """Explain each of an outline's targets, in one forward run, with or without roles."""
+    """Explain each of ``known.targets`` with one forward run, with or without roles."""
     grid = PatchGrid(subject.module) if example.is_image else None
     with nullcontext() if grid is None else grid.watch():
         found = method.decompose_each(
@@ -105,14 +103,14 @@ def moved(streams: Tensor | None, asking: int | None) -> list[float] | None:
 
 
 def packed(streams: Tensor) -> bytes:
-    """Pack rows (N, L): the largest of each (N,), float32, and all in 32767ths of it, int16."""
+    """Pack rows (N, L): the rows' largest sizes as float32, and shares of them as int16."""
     scales = streams.abs().amax(-1, keepdim=True)
     steps = (streams / scales.where(scales > 0, 1.0) * _STEPS).round()
     return scales.numpy().astype("<f4").tobytes() + steps.numpy().astype("<i2").tobytes()
 
 
 def packed_size(known: Outline) -> int:
-    """Return bytes of all targets of an outline, by one method: streams, values and roles."""
+    """Estimate the bytes in a page of one method's streams, values and roles for all targets."""
     layers, tokens = len(known.layers), len(known.real)
     return len(known.targets) * (layers * (4 + 2 * tokens) + _WRITTEN * tokens)
 
@@ -120,7 +118,7 @@ def packed_size(known: Outline) -> int:
 def facts_of(
     answers: Sequence[Answer], values: Callable[[Tensor], list[float | None]], name: str
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """Return a page's facts of a method's answers, and the blocks with their streams."""
+    """Return a method's answers as JSON values, and data blocks with the answers' streams."""
     facts, blocks = [], {}
     for number, answer in enumerate(answers):
         block = None if answer.streams is None else f"{name}-{number}"

@@ -1,4 +1,4 @@
-"""The examples of a report, one by one, from the user's arguments."""
+"""Convert the user's arguments to the single examples of a report."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ...attr.text.tokens import Tokens
 from ...errors import InputError
 from ...tracing import find_model
 
-#: The tokens' names: of one example, or of each.
+#: Names of tokens: one list for a single example, or a list for each example.
 Names = Sequence[str] | Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True, eq=False)
 class ShownExample:
-    """One example.
+    """One example of a report, with the model's further arguments.
 
     Attributes:
         inputs: token ids (1, L), embeddings (1, L, E) or an image (1, C, H, W).
         target: the explained output, in Captum's forms, or None.
         additional: further arguments of the model, as a tuple.
-        names: of its tokens, or None.
+        names: the names of the tokens, or None.
     """
 
     inputs: Tensor
@@ -38,7 +38,7 @@ class ShownExample:
 
     @property
     def is_image(self) -> bool:
-        """Return True if a value is an image."""
+        """Return True if the input is an image."""
         return self.inputs.dim() == 4
 
 
@@ -47,7 +47,7 @@ class Subject:
     """The explained model, and the names of its tokens and classes.
 
     Attributes:
-        forward_func: runs the model.
+        forward_func: the function that runs the model.
         module: the model.
         layers: names or modules of the mixers to use, or None for all.
         codec: the tokenizer, or None.
@@ -68,7 +68,7 @@ def read_examples(
     additional_forward_args: Any,
     tokens: Names | None,
 ) -> list[ShownExample]:
-    """Return the examples one by one."""
+    """Split the user's inputs into single examples; texts become token ids."""
     reader = Reader(subject.codec, subject.forward_func, subject.module)
     inputs = [inputs] if is_text(inputs) else inputs
     are_texts = isinstance(inputs, list | tuple) and any(map(is_text, inputs))
@@ -83,8 +83,8 @@ def read_examples(
     if are_texts or not isinstance(inputs, Tensor | tuple):
         if additional or tokens is not None:
             raise InputError(
-                "inputs holds texts, of which the tokenizer makes the tokens. Leave out tokens and "
-                "additional_forward_args, or pass token ids."
+                "inputs contains texts, which the tokenizer converts to tokens. Leave out tokens "
+                "and additional_forward_args, or pass token ids."
             )
         return list(_texts(reader, inputs, target))
     tensor, _ = single_input(inputs)
@@ -98,19 +98,19 @@ def read_examples(
 
 def _texts(reader: Reader, texts: Any, target: Any) -> Iterator[ShownExample]:
     if reader.codec is None:
-        raise InputError("inputs holds texts: pass the model's tokenizer, or token ids (B, L).")
+        raise InputError("inputs contains texts. Pass the model's tokenizer=, or token ids (B, L).")
     if not isinstance(texts, list | tuple) or not all(map(is_text, texts)):
         raise InputError(
             f"inputs is of type {type(texts).__name__}. Pass token ids (B, L), embeddings "
-            "(B, L, E) or images (B, C, H, W). With a tokenizer pass a str, a conversation or a "
-            "list of them, with transform= images of PIL."
+            "(B, L, E) or images (B, C, H, W). With tokenizer= pass a str, a conversation or a "
+            "list of them, with transform= PIL images."
         )
     if not texts:
-        raise InputError("inputs is an empty list; pass at least one text.")
+        raise InputError("inputs is an empty list. Pass at least one text.")
     for text, cut in zip(texts, batch_parts(len(texts), 1), strict=True):
         ids = reader.inputs(text)
         if not ids.numel():
-            raise InputError(f"The text {text!r} has no tokens. Pass one that has some.")
+            raise InputError(f"inputs has the text {text!r} without tokens. Leave it out.")
         yield ShownExample(ids, cut.target(target), (), Tokens.of(reader.codec, ids[0]))
 
 
@@ -132,14 +132,15 @@ def _names(
         return [Tokens.of(codec, ids) for ids in inputs]
     if isinstance(tokens, str) or inputs.dim() == 4:
         raise InputError(
-            "tokens must be a list of names for each sequence; images have patches instead."
+            f"tokens is of type {type(tokens).__name__}. Pass a list of names for each sequence; "
+            "leave tokens out for images, which have patches."
         )
     if all(isinstance(name, str) for name in tokens):
         if batch == 1:
             return [cast("Sequence[str]", tokens)]
-        raise InputError(f"tokens names one sequence, but inputs holds {batch}: pass a list each.")
+        raise InputError(f"tokens has one list of names. Pass {batch} lists, one per example.")
     if len(tokens) != batch:
-        raise InputError(f"tokens names {len(tokens)} sequences, but inputs holds {batch}.")
+        raise InputError(f"tokens has {len(tokens)} lists. Pass {batch}, one per example.")
     return list(tokens)
 
 

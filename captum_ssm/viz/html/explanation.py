@@ -1,7 +1,4 @@
-"""The explanation of one example in a report.
-
-Shapes: L tokens without padding.
-"""
+"""Explain one example for a report. Shapes: L tokens without padding."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from ...errors import InputError
 from ..figure import numbers
 from ..labels import as_words, direction_of, shards, spelled
 from ..overlay import picture_of
-from .answers import Answer, answers_of, facts_of, moved, packed_size, switches
+from .answers import Answer, answers_of, explains_several, facts_of, moved, packed_size
 from .example import ShownExample, Subject
 from .graph import graph_of
 from .lens import predictions_by_block
@@ -36,8 +33,8 @@ from .parts import (
     account,
     decomposes,
     decomposition,
+    is_negligible,
     roles_of,
-    says_nothing,
     tells_pixels,
     tells_roles,
 )
@@ -54,7 +51,7 @@ _STEPS = 5
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """The requested explanations, as in :func:`explain_all`; ``kept`` entries of a map's rows."""
+    """The options of :func:`explain_all`, and the number ``kept`` of entries per row of a map."""
 
     methods: Named
     options: Mapping[str, Mapping[str, Any]] | None
@@ -72,11 +69,11 @@ class Explanation:
     """The displayed explanation of an example.
 
     Attributes:
-        facts: all but the maps' numbers, ready for JSON.
-        tokens: the plain tokens; in ``facts`` they are spelled.
-        ids: their ids, or None.
+        facts: everything except the maps' numbers, as JSON values.
+        tokens: the unchanged tokens; ``facts`` has them with invisible characters as escapes.
+        ids: the tokens' ids, or None.
         layers: the mixers, in the order in which they ran.
-        blocks: the maps' numbers, by the names that ``facts`` gives them.
+        blocks: the maps' numbers in bytes, by names that are in ``facts``.
         accounts: the parts of the explained number, by method. Default: empty.
     """
 
@@ -100,9 +97,9 @@ class Explanation:
 def explain(
     subject: Subject, example: ShownExample, known: Outline, wanted: Wanted, number: int
 ) -> Explanation:
-    """Explain one example by all methods, and collect what the page shows of it.
+    """Explain one example with all methods, and collect the content of the example's page.
 
-    ``known.asked`` is the number of the explained prediction, ``known.asking`` the query token.
+    ``known.asked`` is the index of the explained prediction, ``known.asking`` the query token.
     """
     gridded = known.grid is not None
     with step(0, _STEPS):
@@ -114,7 +111,7 @@ def explain(
             example.additional or None,
             model=subject.module,
             layers=subject.layers,
-            options=_by_patch(wanted) if gridded else wanted.options,
+            options=_patch_options(wanted) if gridded else wanted.options,
             per_token=not gridded,
         )
     names = _names(example, known)
@@ -171,13 +168,13 @@ def explain(
 def _parts(
     subject: Subject, example: ShownExample, known: Outline, wanted: Wanted, names: Sequence[str]
 ) -> tuple[dict[str, Account], dict[str, dict[str, list[float | None]]], dict[str, list[Answer]]]:
-    """Return accounts, roles and answers of methods that decompose the output, by their names."""
+    """Return, by method name, accounts, roles and answers of methods that decompose the output."""
     accounts, roles, answers = {}, {}, {}
     for name, chosen in zip(names, wanted.methods.values(), strict=True):
         method: Any = chosen
         options = dict((wanted.options or {}).get(name, {}))
         told = tells_roles(method, options, example.inputs)
-        each = wanted.answers and switches(method, options)
+        each = wanted.answers and explains_several(method, options)
         if not (told or each or (wanted.accounts and decomposes(method))):
             continue
         if isinstance(method, type):
@@ -196,7 +193,7 @@ def _parts(
 
 def streams_size(outlines: Sequence[Outline], methods: Named) -> int:
     """Return an upper bound, in bytes, of the layers' input relevance in a page."""
-    count = sum(switches(method, {}) for method in methods.values())
+    count = sum(explains_several(method, {}) for method in methods.values())
     return count * sum(packed_size(known) for known in outlines)
 
 
@@ -214,12 +211,12 @@ def _names(example: ShownExample, known: Outline) -> Sequence[str]:
         return named.chosen(known.real)
     raise InputError(
         f"tokens has {len(example.names)} names for a sequence of {known.layers[0].tokens} "
-        f"tokens, {len(known.real)} of them not padding; give one for each."
+        f"tokens, {len(known.real)} of them not padding. Pass one name per token."
     )
 
 
 def sentences_of(names: Sequence[str]) -> list[int]:
-    """Return the first token of each sentence; none if sentences are unknown."""
+    """Return the index of each sentence's first token; empty if sentences are unknown."""
     pieces = names.pieces if isinstance(names, Tokens) else None
     return [] if pieces is None else [x.start for x in stretches(pieces, "sentence")]
 
@@ -230,13 +227,13 @@ def _methods(
     wanted: Wanted,
     known: Outline,
 ) -> list[dict[str, Any]]:
-    """Return each method's facts, with the token whose own entry is the identity."""
+    """Return each method's JSON values: name, relevance, query token, sum and roles."""
     facts = []
     for (name, relevance), kind in zip(found.items(), wanted.methods.values(), strict=True):
         values = _values(name, relevance, known)
         own = known.asking if holds_identity(kind) else None
         said: dict[str, Any] = {"name": spelled(name), "values": values, "own": own}
-        said |= {"silent": says_nothing(values, own), "pixels": _pixels(relevance)}
+        said |= {"silent": is_negligible(values, own), "pixels": _pixels(relevance)}
         chosen = (wanted.options or {}).get(name, {})
         said["contrast"] = _plain(chosen.get("contrast"))
         if kind is LatimFlow:
@@ -247,13 +244,13 @@ def _methods(
 
 
 def _plain(contrast: Any) -> Any:
-    """Return a contrast as JSON."""
+    """Convert the option ``contrast`` to a JSON value."""
     is_plain = contrast is None or isinstance(contrast, str)
     return contrast if is_plain else np.asarray(contrast).tolist()
 
 
-def _by_patch(wanted: Wanted) -> dict[str, Mapping[str, Any]]:
-    """Return the options, by which methods without pixels return patches."""
+def _patch_options(wanted: Wanted) -> dict[str, Mapping[str, Any]]:
+    """Return the options, with ``per_token=True`` for methods without relevance per pixel."""
     options = dict(wanted.options or {})
     for name, method in wanted.methods.items():
         if not tells_pixels(method):
@@ -262,14 +259,14 @@ def _by_patch(wanted: Wanted) -> dict[str, Mapping[str, Any]]:
 
 
 def _pixels(relevance: Tensor) -> dict[str, Any] | None:
-    """Return an image's relevance (1, C, H, W) by pixel; None for other forms."""
+    """Sum an image's relevance (1, C, H, W) over channels and pack it; None for other shapes."""
     if relevance.dim() != 4:
         return None
     return raster(relevance[0].sum(0), extremes=False)._asdict()
 
 
 def _values(name: str, relevance: Tensor, known: Outline) -> list[float | None]:
-    """Return one number per token; None for tokens that are no patches of an image."""
+    """Return relevance as a list, one number per token, and None for tokens without a patch."""
     if relevance.dim() == 4 and known.grid is not None:
         relevance = patch_sums(relevance, known.grid.size)
     scores = numbers(relevance[0], f"the relevance by {name}")
@@ -280,21 +277,21 @@ def _values(name: str, relevance: Tensor, known: Outline) -> list[float | None]:
         return placed
     if scores.dim() != 1 or len(scores) != known.layers[0].tokens:
         raise InputError(
-            f"{name} returned relevance of shape {tuple(relevance.shape)}, which is not one number "
-            f"for each of the {known.layers[0].tokens} tokens."
+            f"methods: {name} returned relevance of shape {tuple(relevance.shape)}. Pass methods "
+            f"that return one number for each of the {known.layers[0].tokens} tokens."
         )
     return list(scores[known.real].tolist())
 
 
 def _shortened(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts with values and roles rounded to few digits."""
+    """Round the relevance in a method's JSON values to a few digits."""
     rows = {"": facts["values"], **facts["roles"]}
     roles = {name: [None if x is None else short(x) for x in row] for name, row in rows.items()}
     return {**facts, "values": roles.pop(""), "roles": roles}
 
 
 def _image(example: ShownExample, known: Outline) -> dict[str, Any] | None:
-    """Return the image as a data address, and the layout of its tokens."""
+    """Return the image as a data URL, with its size and grid of patches; None for a text."""
     if not example.is_image:
         return None
     picture = picture_of(example.inputs[0])

@@ -1,4 +1,4 @@
-"""A page of answers: point at a word or a sentence of one to see its sources.
+"""Make a page of generated answers that shows the sources of each word or sentence.
 
 Shapes: S explained parts of the answer, F features of the prompt.
 """
@@ -47,15 +47,15 @@ def explain_answers(
     """Explain the parts of an answer to each prompt.
 
     Args:
-        explain: the method, and the tokenizer.
+        explain: the method with its tokenizer.
         texts: the prompts.
-        answer: the text behind every prompt. Default: None, the model's generation.
+        answer: the text that follows every prompt. Default: None, the model's generation.
         generate: number of generated tokens. Default: None, 25.
         spans, prompt_spans, hops, show_progress: see
             :meth:`~captum_ssm.SSMLLMAttribution.attribute`. Default: words, no hops, no bar.
-        contrast: of methods that decompose an output. A log-probability, ``"all"``, vanishes for
-            a sure model. Default: ``"mean"``.
-        options: of the method. Default: None, none.
+        contrast: the contrast for methods that decompose an output. With ``"all"``, relevance
+            vanishes if the model is nearly certain. Default: ``"mean"``.
+        options: further options of the method. Default: None.
     """
     arguments = dict(options or {})
     if hasattr(explain.attr_method, "answer_in_turn"):
@@ -72,7 +72,7 @@ def explain_answers(
 
 
 def about_answers(model: str, method: str, contrast: str | None, identity: bool) -> str:
-    """Return the line below the heading of a page."""
+    """Describe the model, the method and the explained number in the line below a heading."""
     said = {
         None: "",
         "mean": ", of each token's logit less the mean of all",
@@ -96,23 +96,23 @@ def report_answers(
     show_progress: bool,
     **asked: Any,
 ) -> str:
-    """Return the page of a report of answers; see :func:`captum_ssm.viz.report`."""
+    """Return the HTML of a report with ``generate=``; see :func:`captum_ssm.viz.report`."""
     if checks.integer("generate", generate) < 1:
-        raise OptionError(f"generate={generate} must be at least 1.")
+        raise OptionError(f"generate={generate} is below 1. Pass an integer of at least 1.")
     if tokenizer is None:
-        raise InputError("generate= makes a text: pass the model's tokenizer.")
+        raise InputError(f"generate={generate} makes a text. Pass the model's tokenizer=.")
     named = named_methods(LatimFlow if methods is DEFAULT else methods)
     if len(named) != 1:
         raise OptionError(
-            f"methods names {len(named)}, but answers are explained by one. Name one, such as "
-            "[LatimFlow]."
+            f"methods has {len(named)} methods, but generate= needs exactly one. Pass one, such "
+            "as [LatimFlow]."
         )
     name, method = next(iter(named.items()))
     if isinstance(method, type):
         method = method(subject.forward_func, subject.module, subject.layers)
     unknown = set(options or {}) - {name}
     if unknown:
-        raise OptionError(f"options names {sorted(unknown)[0]!r}, but the method is {name!r}.")
+        raise OptionError(f"options has {sorted(unknown)[0]!r}. Pass only options for {name!r}.")
     texts = _listed(inputs)
     check_labels(names, len(texts), "names")
     chosen = dict((options or {}).get(name, {}))
@@ -138,14 +138,14 @@ def answers_page(
     identity: bool = False,
     names: Sequence[str] | None = None,
 ) -> str:
-    """Return the page of some answers.
+    """Return the HTML page of explained answers.
 
     Args:
         found: the answers, each with its prompt.
         title: the heading.
-        about: the line below it. Default: nothing.
-        identity: leave out the entries of a word and the one before it, for methods that add the
-            identity. Default: False.
+        about: the line below the heading. Default: nothing.
+        identity: leave out each word's entries for itself and the word before, as needed for
+            methods that add the identity. Default: False.
         names: names of the answers. Default: None, ``Example 1``, ...
     """
     check_labels(names, len(found), "names")
@@ -182,12 +182,12 @@ def _listed(inputs: Any) -> list[Any]:
             "ids (B, L)."
         )
     if not len(inputs):
-        raise InputError("inputs is an empty list; pass at least one text.")
+        raise InputError("inputs is an empty list. Pass at least one text.")
     return list(inputs)
 
 
 def _hops(result: SSMLLMAttributionResult) -> list[tuple[Tensor, Tensor | None]]:
-    """Return after each hop relevance of prompt and answer (S, F + S), and of constants (S,)."""
+    """Return each hop's relevance of prompt and answer (S, F + S), and of constants (S,)."""
     if result.spans is None:
         assert result.token_attr is not None
         return [(torch.cat([result.token_attr, result.generated_attr], 1), None)]
@@ -198,7 +198,7 @@ def _hops(result: SSMLLMAttributionResult) -> list[tuple[Tensor, Tensor | None]]
 
 
 def _without_asking(rows: Tensor) -> Tensor:
-    """Return rows (S, F + S) without each part's entries of itself and of the word before it."""
+    """Return rows (S, F + S) with each part's entries for itself and the word before set to 0."""
     words, columns = rows.shape
     place = torch.arange(words) + columns - words
     kept = rows.clone()
@@ -213,7 +213,7 @@ def _short(constants: Tensor | None) -> list[float]:
 
 
 def _text(names: Sequence[str], pieces: Pieces | None) -> dict[str, Any]:
-    """Return the words of a text, and for each span the number of its first word."""
+    """Return a text's words, direction and first words of sentences, as JSON values."""
     words_of = Tokens(names, pieces)
     words = as_words(words_of)
     return {

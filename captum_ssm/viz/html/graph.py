@@ -1,6 +1,6 @@
-"""The way of an output through a report's example: words, whole activations of blocks, the target.
+"""Make a report's attribution graph of words, whole activations of blocks, and the target.
 
-Shapes: L tokens, padding among them; n nodes of a graph.
+Shapes: L tokens, including padding; n nodes of a graph.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ..graphs import chosen_nodes
 from .example import ShownExample, Subject
 from .outline import Outline
 
-#: The number of rows between the words and the target.
+#: The largest number of rows between the words and the target.
 _ROWS = 12
-#: The most nodes of a graph, whose edges are a square matrix; most nodes are not followed.
+#: The largest number of nodes of a graph, whose edges are stored as a square matrix.
 _LARGEST = 4000
-#: For each activation that is followed a page holds at most so many links.
+#: The largest number of links in a page for each activation that is followed.
 _LINKS = 10
 #: Kinds of nodes with inputs and a value.
 _ENTERED = ("whole", "target")
@@ -37,13 +37,13 @@ def graph_of(
     count: int,
     moves: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """Return the graph of the strongest activations on the way to the target, or the obstacle.
+    """Return the graph of the activations that contribute most, or why there is no graph.
 
     Args:
         subject, example, known: the run.
         count: number of activations to follow.
-        moves: relevance that each layer moves between tokens. If there are more blocks than can be
-            drawn, those that move most are. Default: None, evenly spaced blocks.
+        moves: relevance that each layer moves between tokens. If not all blocks can be drawn, the
+            blocks that move most are drawn. Default: None, evenly spaced blocks.
     """
     told: dict[str, Any] = {key: [] for key in ("rows", "nodes", "links", "path")}
     told |= {"kind": "blocks", "places": 0, "how": "", "obstacle": None}
@@ -83,7 +83,7 @@ def graph_of(
 
 
 def _places(subject: Subject, known: Outline) -> Iterator[tuple[str, list[nn.Module]]]:
-    """Yield the modules whose outputs may be rows, in the order of the run; the best first."""
+    """Yield the possible rows of the graph with their kind: first all blocks, then all mixers."""
     by_name = {
         name: mixer for mixer in find_mixers(subject.module, subject.layers) for name in mixer.names
     }
@@ -97,7 +97,7 @@ def _places(subject: Subject, known: Outline) -> Iterator[tuple[str, list[nn.Mod
 def _chosen(
     places: Sequence[nn.Module], most: int, moves: Sequence[float] | None
 ) -> list[nn.Module]:
-    """Return at most ``most`` modules, always including the last one."""
+    """Return ``most`` modules: those that move most relevance, or evenly spaced; with the last."""
     count = len(places)
     if moves is not None and len(moves) == count > most:
         best = sorted(range(count - 1), key=lambda i: -moves[i])[: most - 1]
@@ -106,7 +106,7 @@ def _chosen(
 
 
 def _drawn(graph: Graph, known: Outline, count: int) -> dict[str, Any]:
-    """Return the nodes and links that are drawn, tokens counted without padding."""
+    """Return the nodes and links to draw as JSON values, with tokens counted without padding."""
     number = {id(node): i for i, node in enumerate(graph.nodes)}
     path = [number[id(node)] for node in graph.path()]
     last = len(graph.nodes) - 1
@@ -143,7 +143,7 @@ def _drawn(graph: Graph, known: Outline, count: int) -> dict[str, Any]:
 
 
 def _strongest(graph: Graph, chosen: Sequence[int], path: Sequence[int], count: int) -> list[Link]:
-    """Return the links of most relevance between these nodes that lead to the target."""
+    """Return the links of most relevance between ``chosen`` nodes that lead to the target."""
     links = [
         (s, t, float(graph.edges[t, s])) for t in chosen for s in chosen if bool(graph.edges[t, s])
     ]

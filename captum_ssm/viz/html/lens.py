@@ -23,9 +23,9 @@ from ..labels import spelled
 from .example import ShownExample, Subject
 from .outline import Outline, label_of
 
-#: The most entries of the outputs of all runs together; of more blocks some are left out evenly.
+#: The largest number of entries of all runs' outputs together; else some blocks are left out.
 _ENTRIES = 2**28
-#: The least number of blocks that makes a table.
+#: The smallest number of blocks in a table.
 _LEAST = 2
 
 
@@ -36,7 +36,7 @@ def predictions_by_block(
 
     Returns:
         One entry per block in the order of the run. No entries if the explained output is not a
-        class, if no module list holds the blocks, or if the last entry is not the model's output.
+        class, if the blocks are in no module list, or if the last entry is not the model's output.
     """
     if not known.predictions:
         return []
@@ -83,7 +83,7 @@ def _run(subject: Subject, example: ShownExample) -> Tensor:
 
 
 def _spread(calls: list[tuple[str, Any]], most: int) -> list[tuple[str, Any]]:
-    """Return at most so many calls, evenly spread, the last one among them."""
+    """Return at most ``most`` calls, evenly spaced and including the last one."""
     count = min(len(calls), most)
     return [calls[(n + 1) * len(calls) // count - 1] for n in range(count)]
 

@@ -22,7 +22,7 @@ from ...errors import InputError, QueryError
 from ...tracing import Trace, require_layers, require_real_tokens, trace
 from .example import ShownExample, Subject
 
-#: The most likeliest classes, and the most rivals from the text.
+#: The numbers of likeliest classes, and of rivals from the text.
 _NAMED, _IN_TEXT = 5, 3
 
 
@@ -37,7 +37,7 @@ class LayerOutline(NamedTuple):
 class LikelyClass(NamedTuple):
     """A class or token, its logit and probability.
 
-    A ``rival`` is in the text, but is neither explained nor among the likeliest.
+    ``rival`` is True for a token of the text that is neither explained nor among the likeliest.
     """
 
     label: str
@@ -56,18 +56,18 @@ class Grid:
 
 @dataclass(frozen=True, eq=False)
 class Outline:
-    """The facts from a forward run.
+    """The facts about an example from one forward run.
 
     Attributes:
         layers: the mixers, in the order in which they ran.
-        real: the positions without padding.
+        real: the positions that are not padding.
         asking: the query token, counted without padding; None if there are several.
-        grid: the layout of an image's patches; None without one.
-        target: the explained output: the user's, or the model's prediction.
-        explained: the same in words.
+        grid: the layout of an image's patches; None without a grid.
+        target: the explained output: the user's target, or the model's prediction.
+        explained: a description of the target in words.
         predictions: the likeliest classes, or tokens at the target's position, and rivals.
-        targets: each of these as a target in Captum's forms; only the target without predictions.
-        asked: the number of the explained one.
+        targets: a target in Captum's forms for each prediction; ``[target]`` without predictions.
+        asked: the index of the explained prediction.
     """
 
     layers: list[LayerOutline]
@@ -82,7 +82,7 @@ class Outline:
 
 
 def outline(subject: Subject, example: ShownExample) -> Outline:
-    """Run the model once on an example."""
+    """Run the model once on an example, and return layers, predictions and the target."""
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
         probe = ImageProbe(subject.module) if example.is_image else None
         if probe is not None:
@@ -144,7 +144,7 @@ def _predicted(output: Tensor, positions: list[int]) -> Any:
 def _said(
     subject: Subject, output: Tensor, index: Tensor | None, target: Any, ids: Tensor | None
 ) -> tuple[str, list[LikelyClass], list[Any], int]:
-    """Return the output's label, likely answers, their targets, the explained answer's index."""
+    """Return a description, predictions, their targets, and the explained prediction's index."""
     if index is None:
         return f"the model's output, {float(output.flatten()[0]):.4g}", [], [target], 0
     *place, chosen = index[0].tolist()
@@ -171,7 +171,7 @@ def _said(
 def _rivals(
     ids: Sequence[int], place: Sequence[int], logits: Tensor, said: Collection[int]
 ) -> list[int]:
-    """Return the text's tokens that compete with the answer, first those behind the same token."""
+    """Return the text's likeliest other tokens; tokens after an equal query token come first."""
     found = {k for k in ids if 0 <= k < len(logits) and bool(logits[k].isfinite())}.difference(said)
     asking = ids[place[0]] if ids and -len(ids) <= place[0] < len(ids) else None
     behind = {after for before, after in pairwise(ids) if before == asking}
@@ -191,7 +191,7 @@ def label_of(subject: Subject, index: int, output: Tensor) -> str:
 
 
 def patch_names(known: Outline) -> list[str]:
-    """Return patches by row and column, the token that the head reads by that, others by number."""
+    """Return a name for each token: a patch's row and column, "class token", or a number."""
     names = [f"token {i}" for i in known.real]
     if known.grid is not None and known.asking is not None:
         names[known.asking] = "class token"

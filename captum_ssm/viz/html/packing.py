@@ -1,8 +1,8 @@
-"""Token-to-token maps of an example, small enough for a page.
+"""Compress the token-to-token maps of an example for a page.
 
-24 layers of 2,000 tokens have 96 million entries. A page holds an overview of each map and, for
-every row, its strongest entries: which they are is exact, their values are rounded to 1/127 of the
-row's largest. If there is room, all entries are kept.
+24 layers of 2,000 tokens have 96 million entries. A page has an overview of each map and the
+strongest entries of every row, with exact columns, and values rounded to 1/127 of the row's largest
+value. If there is room, all entries are kept.
 
 Shapes: L tokens, K entries kept in each row, O cells along the overview's side.
 """
@@ -31,14 +31,14 @@ MAPS = {"attention": "Implicit attention", "contributions": "LATIM contributions
 
 #: Cells along the side of an overview.
 _OVERVIEW = 128
-#: With fewer entries of each row a map would say too little.
+#: The smallest number of entries per row in a map.
 _FEWEST = 8
 #: Bytes of an entry that is kept: its column and its value.
 _ENTRY = 3
 #: Columns are counted in 16 bits.
 _MOST_TOKENS = 2**16
 _STEPS = 127
-#: Elements of the matrices that are held at a time (1 GiB in float32).
+#: The number of matrix elements that are in memory at a time (1 GiB in float32).
 _HELD = 2**28
 
 
@@ -47,15 +47,15 @@ class PackedMap:
     """A token-to-token map in few bytes.
 
     Attributes:
-        size: tokens, L.
-        kept: entries kept of each row; L if all are.
-        overview_side: O.
-        overview_cell: rows, and columns, of the map in a cell of the overview.
+        size: the number of tokens L.
+        kept: the number of entries kept in each row; L if all are kept.
+        overview_side: the number of cells along the overview's side, O.
+        overview_cell: the number of the map's rows, and of its columns, in a cell.
         largest: the largest absolute value of the map.
-        data: four little-endian parts. The rows' largest absolute values and kept shares of their
-            absolute sums (2, L), float32. The columns kept (L, K), uint16, unless all are. The
+        data: four little-endian parts. Each row's largest absolute value, and kept share of its
+            absolute sum (2, L), float32. The columns kept (L, K), uint16, unless all are kept. The
             overview (O, O) of each cell's strongest entry in 127ths of ``largest``, int8. The
-            values (L, K) in 127ths of the row's largest, int8.
+            values (L, K) in 127ths of the row's largest value, int8.
     """
 
     size: int
@@ -78,7 +78,7 @@ def entries_kept(sizes: Sequence[int], room: int) -> int:
     if kept < min(_FEWEST, *sizes):
         raise OptionError(
             f"matrices: {len(sizes)} maps with {sum(sizes)} rows do not fit into {room / 1e6:.1f} "
-            "MB. Name fewer layers by shown_layers= (--layers), explain fewer examples, raise "
+            "MB. Pass fewer layers in shown_layers= (--layers), fewer examples or a larger "
             "megabytes=, or use matrices=False (--maps with nothing after it)."
         )
     return int(kept)
@@ -92,7 +92,7 @@ def maps_of(
     layers: Sequence[int],
     kept: int,
 ) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yield the facts and bytes of an example's maps."""
+    """Yield each layer's map as JSON values and packed bytes."""
     maps = _matrices(subject, example, known, kind, layers)
     for index, matrix in zip(layers, maps, strict=True):
         packed, layer = pack(matrix, kept), known.layers[index]
@@ -116,7 +116,7 @@ def _matrices(
     kind: str,
     layers: Sequence[int],
 ) -> Iterator[Tensor]:
-    """Yield the maps of the layers (L, L) without padding, of which few are held at a time."""
+    """Yield each layer's map (L, L) without padding, with few maps in memory at a time."""
     method = (ImplicitAttention if kind == "attention" else LatimNorm)(
         subject.forward_func, subject.module, subject.layers
     )
@@ -134,7 +134,7 @@ def _matrices(
 
 
 def pack(matrix: Tensor, kept: int) -> PackedMap:
-    """Pack a map."""
+    """Pack a map (L, L) in few bytes: an overview, and ``kept`` entries of each row."""
     values = matrix.detach().cpu().to(torch.promote_types(matrix.dtype, torch.float32))
     size = len(values)
     scales = values.abs().amax(-1)  # (L,)

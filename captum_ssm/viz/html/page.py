@@ -1,10 +1,8 @@
-"""The HTML file: a fixed skeleton, style and script, and data that cannot become any of them.
+"""Build an HTML file from a skeleton, styles, scripts and data.
 
-The folder ``assets`` holds the parts of this page and the page of Insights, which share
-``common.css`` and ``common.js``.
-
-Texts from a model or user are in data blocks, which are compressed and in base64, and are only
-shown as text. The policy in the page's head allows only this script, and no requests.
+The folder ``assets`` has the parts of this page and of the Insights page, which share
+``common.css`` and ``common.js``. Texts from a model or user are in compressed data blocks in
+base64, and are shown only as text. The page's policy allows only its own script, and no requests.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ _PLACE = re.compile(r"<!--(title|policy|style|script|data)-->")
 
 
 def page(title: str, facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> str:
-    """Return a report as a whole file."""
+    """Return the HTML file of a report."""
     return whole_page("report.html", _STYLES, _SCRIPTS, title, facts, blocks)
 
 
@@ -65,8 +63,8 @@ def whole_page(
     """Return an HTML file that contains all styles, scripts and data.
 
     Args:
-        skeleton: the name of the file whose places are filled.
-        styles, scripts: names of files that become one style, and one script.
+        skeleton: the name of the HTML file with placeholders.
+        styles, scripts: the names of files that are joined to one style and one script.
         title, facts, blocks: as in :func:`page`. Default of blocks: none.
     """
     style, script = (_bare("\n".join(map(asset, names))) for names in (styles, scripts))
@@ -87,22 +85,19 @@ def whole_page(
 
 
 def _bare(text: str) -> str:
-    """Return a style or a script without indents and without lines of comments."""
+    """Remove indents and comment lines from a style or a script."""
     return re.sub(
         r"^ *(/\*(?:(?!\*/).)*\*/\n|// [^\n]*\n)?", "", text, flags=re.DOTALL | re.MULTILINE
     )
 
 
 def filled(skeleton: str, parts: Mapping[str, str]) -> str:
-    """Fill the places of a skeleton in one pass; inserted text is not searched again."""
+    """Fill a skeleton's placeholders in one pass; inserted text is not searched again."""
     return _PLACE.sub(lambda place: parts[place[1]], asset(skeleton))
 
 
 def framed(page: str, title: str, height: int) -> str:
-    """Return a page as an element of another, such as a notebook's cell, without an address.
-
-    Its styles and script are isolated from the notebook's.
-    """
+    """Return a page as an iframe, which isolates its styles and script from a notebook's."""
     return (
         f'<iframe srcdoc="{html.escape(page, quote=True)}" sandbox="allow-scripts" '
         f'title="{html.escape(title, quote=True)}" '
@@ -111,7 +106,7 @@ def framed(page: str, title: str, height: int) -> str:
 
 
 def asset(name: str) -> str:
-    """Return a file that pages are made of, in the folder of its ending in ``assets``."""
+    """Read an asset file; its ending determines the folder in ``assets``."""
     folder = _FOLDERS[name.rpartition(".")[2]]
     return files(__package__).joinpath("assets", folder, name).read_text(encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Further results of methods that decompose the output: accounts, and roles of tokens."""
+"""Compute the parts of the output, and roles of tokens, with methods that decompose the output."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ...attr.engine.decompose import Decomposition, OutputParts
 from ...attr.engine.method import SSMAttribution
 from ...attr.flow import FlowMethod
 
-#: Options of ``attribute`` that say how relevance is returned; no ``decompose`` has them.
+#: Options that ``attribute`` has and ``decompose`` does not have.
 _OF_ATTRIBUTE = ("per_token", "internal_batch_size")
 
 
 class Account(NamedTuple):
-    """A sum: all relevance, ``bias`` and ``delta`` are ``output``.
+    """The parts of an explained number: relevance + ``bias`` + ``delta`` = ``output``.
 
     Attributes:
         output: the explained number.
@@ -36,28 +36,25 @@ class Account(NamedTuple):
     baselines: float = 0.0
 
 
-#: Entries of others below this share of a token's own, which holds the identity, say nothing.
+#: Relevance below this share of the query's own entry, mostly the identity, is negligible.
 _NOTHING = 1e-3
 
 
-def says_nothing(values: Sequence[float | None], own: int | None) -> bool:
-    """Return True if all relevance is zero, or negligible beside the ``own`` token's identity."""
+def is_negligible(values: Sequence[float | None], own: int | None) -> bool:
+    """Return True if all relevance is zero, or negligible beside the entry of token ``own``."""
     others = [abs(x) for i, x in enumerate(values) if x is not None and i != own]
     entry = None if own is None else values[own]
     return max(others, default=0.0) <= _NOTHING * abs(entry or 0.0)
 
 
 def decomposes(method: Any) -> bool:
-    """Return True if a method, or a class of them, decomposes the output."""
+    """Return True if a method object or class decomposes the output."""
     kind = method if isinstance(method, type) else type(method)
     return issubclass(kind, LatimFlow | LatimLogit)
 
 
 def tells_roles(method: Any, options: Mapping[str, Any], inputs: Tensor | None = None) -> bool:
-    """Return True if a method, or a class of them, has more roles than content.
-
-    Images have no roles.
-    """
+    """Return True if a method object or class has more roles than content; False for images."""
     kind = method if isinstance(method, type) else type(method)
     if not issubclass(kind, LatimFlow) or (inputs is not None and inputs.dim() == 4):
         return False
@@ -66,10 +63,7 @@ def tells_roles(method: Any, options: Mapping[str, Any], inputs: Tensor | None =
 
 
 def tells_pixels(method: Any) -> bool:
-    """Return True if a method, or a class of them, has relevance per pixel.
-
-    Methods that read rows of matrices have relevance per token, which is a patch.
-    """
+    """Return True if a method object or class has relevance per pixel, not only per patch."""
     kind = method if isinstance(method, type) else type(method)
     return issubclass(kind, FlowMethod) or not issubclass(kind, SSMAttribution)
 
@@ -83,7 +77,7 @@ def decomposition(
     options: Mapping[str, Any],
     roles: bool,
 ) -> OutputParts:
-    """Return a method's decomposition of the output."""
+    """Decompose the output with a method, with the ``options`` that ``decompose`` accepts."""
     chosen = options_of_parts(options)
     if isinstance(method, LatimFlow):
         return method.decompose(inputs, target, additional, roles=roles, **chosen)
@@ -96,7 +90,7 @@ def options_of_parts(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def account(found: OutputParts) -> Account:
-    """Return the sum that a decomposition of one example is."""
+    """Return the parts of the output from the decomposition of one example."""
     bias = sum(found.biases.values(), torch.zeros_like(found.output))
     references, baselines = (found.biases.get(name, 0.0) for name in ("references", "baselines"))
     return Account(*map(float, (found.output, bias, found.delta, references, baselines)))

@@ -1,4 +1,4 @@
-"""Images as PNG files, and their relevance as PNG files or in steps, for pages."""
+"""Encode images, and relevance of images, for pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Raster(NamedTuple):
     """Relevance of an image by rows and columns, in few bytes.
 
     Attributes:
-        rows, columns: of patches, or of pixels.
+        rows, columns: the numbers of rows and columns of patches or pixels.
         largest: the end of the scale.
         steps: each value in 127ths of ``largest``, clipped, row by row, int8 in base64; -128 for
             NaN.
@@ -40,7 +40,7 @@ class Raster(NamedTuple):
 
 
 def raster(values: Tensor, *, extremes: bool) -> Raster:
-    """Return relevance (h, w) for a page."""
+    """Round relevance (h, w) to steps; without ``extremes`` the largest values are clipped."""
     values = values.detach().cpu().double()
     known = values.isfinite()
     finite = torch.where(known, values, 0.0)
@@ -120,8 +120,8 @@ def _as_image(image: Tensor) -> Tensor:
     pixels = pixels[0] if pixels.dim() == 4 and len(pixels) == 1 else pixels
     if pixels.dim() != 3 or pixels.numel() == 0:
         raise InputError(
-            f"a tensor of shape {tuple(image.shape)} cannot be shown as an image; an ImageFeature "
-            "needs (1, C, H, W). Its visualization_transform may change the shape."
+            f"A tensor of shape {tuple(image.shape)} cannot be shown as an image. Pass (1, C, H, "
+            "W) to an ImageFeature, or convert the shape in its visualization_transform."
         )
     return pixels
 

@@ -1,4 +1,4 @@
-"""A report: examples, the model's predictions, and their explanations, in one HTML file."""
+"""Write a report of examples, predictions and explanations in one HTML file."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .outline import Outline, outline
 from .packing import MAPS, entries_kept
 from .writing import ANSWERS, FORMATS, check_format, is_page, write
 
-#: Beside maps so many messages are cut, and so many nodes of the graph followed.
+#: Default numbers of cut messages and of followed graph nodes, if the page has maps.
 _CUTS, _NODES = 20, 24
-#: With more cuts, and their pairs, a page would hold more than 20 kB of them.
+#: The largest number of cuts; more of them would take over 20 kB in a page.
 _MOST_CUTS = 60
-#: Arguments that pages of answers refuse.
+#: Arguments that are not accepted with ``generate=``.
 _NOT_OF_ANSWERS = "target additional_forward_args tokens labels shown_layers cuts graph matrices"
 
 
@@ -69,24 +69,23 @@ def report(
     The page shows the model's predictions, and each method's relevance of every token or patch,
     with its sum. It shows each layer's input, the prediction after each block, token-to-token
     maps, for a text the :func:`~captum_ssm.attribution_graph`, and messages between tokens. A click
-    cuts messages and shows the true outputs without them, from runs made beforehand. With LatimFlow
-    and MambaLRP a click explains another prediction, or one rather than another, and roles of
-    tokens have rows. The page makes no requests and works by keyboard alone.
+    cuts messages and shows the true outputs without them, from stored runs. With LatimFlow and
+    MambaLRP a click explains a different prediction, or one rather than another, and each role of
+    tokens has a row. The page makes no requests and can be used with only a keyboard.
 
     With ``generate=`` the page explains texts that the model writes: pointing at a word or sentence
     colors the prompt, and the text up to there, by relevance.
 
-    An image shows relevance by patch, by outlines of the strongest patches, or, with LatimFlow,
-    MambaLRP and Captum's methods, by pixel.
-
-    In rollouts the query's own entry is about 1, from the identity. It is listed, but has no color.
+    An image shows relevance per patch, as outlines of the strongest patches, or, with LatimFlow,
+    MambaLRP and Captum's methods, per pixel. In rollouts the query's own entry is about 1, from the
+    identity. It is listed, but has no color.
 
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of one
             such tensor. With a tokenizer a text, a conversation, or a list of these of any lengths;
             with a transform an image of PIL or a list of them.
-        methods: one or several, as in :func:`captum_ssm.compare`, with the same default.
+        methods: one or several methods, as in :func:`captum_ssm.compare`, with the same default.
         target: the explained output, in Captum's forms, or the text of a token or the name of a
             class; a list has one for each example. Default: None, the model's prediction, after the
             last token for a language model.
@@ -96,10 +95,10 @@ def report(
         layers: names or modules of the mixers to use. Default: None, all of them.
         options: further arguments of ``attribute`` for each method, by its name in the result; as
             in :func:`captum_ssm.compare`. Default: None.
-        tokenizer: names tokens and a language model's predictions; anything with ``encode(text)``
-            and ``decode(ids)``. Default: None.
-        transform: converts an image to the model's input (C, H, W): torchvision's transforms, or an
-            image processor of transformers. Default: None, for tensors.
+        tokenizer: the tokenizer for the names of tokens and predictions: any object with
+            ``encode(text)`` and ``decode(ids)``. Default: None.
+        transform: a function from an image to the model's input (C, H, W), such as torchvision's
+            transforms, or a transformers image processor. Default: None, for tensors.
         tokens: names of the tokens of one sequence, or a list of them for each. Default: None, the
             tokenizer's, else ids.
         labels: names of the classes. Default: None, the model's own, else numbers.
@@ -116,15 +115,14 @@ def report(
         graph: number of activations to follow from the words to the output, each by a backward
             pass, in texts of at most 2000 tokens; 0 for no graph. Default: None, 24 with maps, and
             none without.
-        generate: explain an answer of so many tokens to every text by one method, in place of one
-            prediction: each token's logit less the mean of all. Arguments for pages of predictions
-            are then refused. Default: None, predictions.
+        generate: the number of tokens of an answer to every text. The answer is explained by one
+            method, instead of a prediction: each token's logit minus the mean of all. Arguments for
+            predictions are then refused. Default: None, predictions.
         spans: the parts of an answer that are explained, each by one backward pass; see
             :meth:`~captum_ssm.SSMLLMAttribution.attribute`. The page sums words up to sentences.
             Default: ``"word"``.
-        prompt_spans: the parts of the prompt, likewise. Default: ``"word"``.
-        hops: how often relevance of the answer's words is passed on towards the prompt, likewise.
-            Default: 0.
+        prompt_spans: the parts of the prompt, in the same forms. Default: ``"word"``.
+        hops: how often relevance of the answer's words is passed on to earlier words. Default: 0.
         names: names of the examples. Default: None, ``Example 1``, ...
         title: the page's heading. Default: ``"Explanation"``.
         path: the file to write; its folder is created. Ending .html writes a page, .json or .csv
@@ -132,7 +130,7 @@ def report(
         show_progress: show progress bars. Default: False.
 
     Returns:
-        The path of the file, of several the first.
+        The path of the file, or of the first of several.
 
     Raises:
         InputError: when inputs have another form, or labels, names or tokens do not match in
@@ -164,7 +162,7 @@ def report(
         for name, value in zip(_NOT_OF_ANSWERS.split(), given, strict=True):
             if value is not None:
                 raise OptionError(
-                    f"{name} is not for answers, which generate= asks for. Leave it out."
+                    f"{name} is not accepted with generate={generate}. Leave {name} out."
                 )
         text = report_answers(
             subject,
@@ -225,15 +223,15 @@ def explain_all(
         examples: the examples.
         methods, options, matrices, shown_layers, megabytes, cuts, graph, show_progress: as
             in :func:`report`, with the same defaults.
-        accounts: also find the other parts of the explained number. Default: False.
-        answers: also explain the other predictions, by the methods that do so in the same run.
+        accounts: also compute the bias and other parts of the explained number. Default: False.
+        answers: also explain the other predictions, with methods that need no further run for them.
             Default: False.
     """
     kinds = _kinds(matrices)
     tried = _count("cuts", cuts, _CUTS * bool(kinds), _MOST_CUTS)
     followed = _count("graph", graph, _NODES * bool(kinds))
     if shown_layers is not None and not len(shown_layers):
-        raise OptionError("shown_layers is empty. Name at least one, or use matrices=False.")
+        raise OptionError("shown_layers is empty. Pass at least one, or matrices=False.")
     outlines = []
     for cut, example in zip(batch_parts(len(examples), 1), examples, strict=True):
         with cut.counting():
@@ -254,13 +252,13 @@ def explain_all(
 
 
 def _kinds(matrices: bool | Sequence[str]) -> list[str]:
-    """Return the names of the maps that are wanted."""
+    """Return the kinds of maps that the option ``matrices`` selects."""
     if isinstance(matrices, bool):
         return ["attention"] if matrices else []
     kinds = [matrices] if isinstance(matrices, str) else list(matrices)
     for kind in kinds:
         if kind not in MAPS:
-            raise OptionError(f"matrices={matrices!r}: use True, False, or some of {tuple(MAPS)}.")
+            raise OptionError(f"matrices={matrices!r}: pass True, False, or some of {tuple(MAPS)}.")
     return kinds
 
 
@@ -269,7 +267,7 @@ def _count(name: str, value: int | None, default: int, most: int = sys.maxsize) 
     count = default if value is None else checks.integer(name, value)
     if not 0 <= count <= most:
         limit = "" if most == sys.maxsize else f" and at most {most}"
-        raise OptionError(f"{name}={value} must be at least 0{limit}, or None.")
+        raise OptionError(f"{name}={value}: pass an integer of at least 0{limit}, or None.")
     return count
 
 

@@ -1,7 +1,4 @@
-"""Pages of results: colored tokens or maps, and their sums.
-
-Shapes: L tokens, E features, Λ mixers.
-"""
+"""Make pages of results: colored tokens or maps, and their sums. Shapes: L tokens, Λ mixers."""
 
 from __future__ import annotations
 
@@ -23,24 +20,24 @@ from ..graphs import plot_graph
 from ..labels import as_words, direction_of, spelled
 from .generated import answers_page
 from .page import framed, short, whole_page
-from .parts import says_nothing
+from .parts import is_negligible
 
 #: Files that are joined, in this order, to one style sheet and one script.
 _STYLES = ("common.css", "results.css")
 _SCRIPTS = ("common.js", "maps.js", "canvases.js", "tables.js", "panes.js", "results.js")
-#: Modules whose constants are listed, of the largest.
+#: The largest number of modules whose constants are listed.
 _LISTED = 12
 #: Height of a page in a notebook, in pixels.
 _HEIGHT = 560
 
 
 def frame_of(result: Result) -> str:
-    """Return the page of a result in a frame, as notebooks show it."""
+    """Return the page of a result in an iframe for notebooks."""
     return framed(page_of(result), type(result).__name__, _HEIGHT)
 
 
 def page_of(result: Result, title: str | None = None) -> str:
-    """Return the page of a result."""
+    """Return the HTML page of a result: answers, a graph, a comparison or a decomposition."""
     if isinstance(result, SSMLLMAttributionResult):
         return answers_page([result], title or "What an answer is due to")
     if isinstance(result, Graph):
@@ -65,7 +62,7 @@ def page_of(result: Result, title: str | None = None) -> str:
 
 
 def _picture(figure: Any, title: str) -> str:
-    """Return a page of one picture."""
+    """Return an HTML page with a matplotlib figure as its only picture."""
     file = io.StringIO()
     figure.savefig(file, format="svg", bbox_inches="tight")
     encoded = base64.b64encode(file.getvalue().encode()).decode("ascii")
@@ -112,7 +109,7 @@ def _of_decomposition(found: Decomposition | LogitContributions) -> Iterator[dic
 
 
 def _layers(found: Decomposition | LogitContributions, number: int) -> Iterator[list[float]]:
-    """Yield relevance of tokens by layer (Λ, L): at its input, or as it adds to the logit."""
+    """Yield each layer's relevance of tokens, (L,): at its input, or of its part of the logit."""
     by_layer = found.streams if isinstance(found, Decomposition) else tuple(found.layers)
     length = found.tokens.shape[1]
     for values in by_layer:
@@ -128,7 +125,7 @@ def _nothing_yet() -> dict[str, Any]:
 def _place(
     facts: dict[str, Any], name: str, relevance: Tensor, names: Names | None, identity: bool = False
 ) -> None:
-    """Put relevance of one example among the rows of tokens, or among the maps."""
+    """Add one example's relevance to ``facts``, as a row of tokens or as a map."""
     values = relevance.detach().cpu().double()
     if values.dim() == 3:  # channels of an image
         values = values.sum(0)
@@ -141,7 +138,7 @@ def _place(
     found = _short(values)
     own = max(range(len(found)), key=lambda i: abs(found[i])) if identity and found else None
     note = "" if own is None else "The asking token's own entry holds the identity."
-    if says_nothing(found, own):
+    if is_negligible(found, own):
         note += " It says nothing of the others." if identity else "It says nothing."
     facts["rows"].append({"name": name, "values": found, "note": note, "scale": _largest(found)})
 

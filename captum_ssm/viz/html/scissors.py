@@ -1,8 +1,8 @@
-"""Runs of a report's example without its strongest messages, one at a time and two.
+"""Run a report's example while its strongest messages are cut, singly and in pairs.
 
-A page without a server can only show runs that were made for it. So single cuts go with the pairs
-that a reader tries: the strongest message with all others, and the strongest few with each other.
-Where an answer is all but certain, its probability moves only once the strongest message is cut.
+A page without a server can only show stored runs. These are single cuts, the strongest message with
+each other one, and pairs of the strongest few. If the answer is almost certain, its probability
+often changes only after the strongest message is cut.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .page import short
 _PAIRED = 8
 #: The number of likeliest classes that are stored for each run.
 _NAMED = 5
-#: At most so many copies run together, so many tokens, and so many entries of outputs.
+#: The largest numbers of copies, of tokens, and of output entries in one batch.
 _COPIES, _TOKENS, _ENTRIES = 16, 256, 2**26
 #: The edges that are cut, by their numbers.
 State = tuple[int, ...]
@@ -37,9 +37,9 @@ State = tuple[int, ...]
 def cuts_of(subject: Subject, example: ShownExample, known: Outline, count: int) -> dict[str, Any]:
     """Return the messages of the largest effects, and the model's outputs without them.
 
-    A state is the output without some messages: the explained number, its probability, and the
-    likeliest answers' label numbers and probabilities. Its name is the rows' numbers, as ``"0-3"``;
-    without any cut it is ``""``.
+    A state has the output without some messages: the explained number, its probability, and the
+    likeliest answers' label numbers and probabilities. A state's name has the numbers of the cut
+    messages, such as ``"0-3"``, or is ``""`` without cuts.
     """
     told: dict[str, Any] = {"rows": [], "states": {}, "labels": [], "classes": 0, "obstacle": None}
     if count == 0:
@@ -62,17 +62,17 @@ def _cut(subject: Subject, example: ShownExample, known: Outline, count: int) ->
         at_a_time=max(1, min(_COPIES, _TOKENS // effects.tokens)),
         tokens=effects.tokens,
     )
-    says = _Says(subject, known, run)
-    states = says.of([], [()])
-    run.at_a_time = max(1, min(run.at_a_time, _ENTRIES // says.entries))
-    singles = list(says.of(found, [(n,) for n in range(len(found))]).values())
+    runs = _CutRuns(subject, known, run)
+    states = runs.of([], [()])
+    run.at_a_time = max(1, min(run.at_a_time, _ENTRIES // runs.entries))
+    singles = list(runs.of(found, [(n,) for n in range(len(found))]).values())
     whole = states[""][0]
     order = sorted(range(len(found)), key=lambda n: -abs(whole - singles[n][0]))
     found = [found[n] for n in order]
     states |= {str(n): singles[old] for n, old in enumerate(order)}
     pairs = list(combinations(range(min(_PAIRED, len(found))), 2))
     pairs += [(0, n) for n in range(_PAIRED, len(found))]
-    states |= says.of(found, pairs)
+    states |= runs.of(found, pairs)
     mixers = [mixer.name for mixer in find_mixers(subject.module)]
     rows = [
         {
@@ -85,11 +85,11 @@ def _cut(subject: Subject, example: ShownExample, known: Outline, count: int) ->
         }
         for edge in found
     ]
-    return {"rows": rows, "states": states, "labels": says.labels, "classes": says.classes}
+    return {"rows": rows, "states": states, "labels": runs.labels, "classes": runs.classes}
 
 
-class _Says:
-    """The model's outputs without messages, as a page stores them."""
+class _CutRuns:
+    """Runs the model while messages are cut, and returns the numbers that a page stores."""
 
     def __init__(self, subject: Subject, known: Outline, run: Interventions) -> None:
         self.subject, self.known, self.run = subject, known, run
@@ -99,14 +99,14 @@ class _Says:
         self.classes, self.entries = 0, 1
 
     def of(self, edges: Sequence[Edge], states: Sequence[State]) -> dict[str, list[float]]:
-        """Run the model in each state."""
+        """Run the model once for each state; return the stored numbers by state name."""
         cuts = [[edges[n] for n in state] for state in states]
         outputs = self.run.outputs(cuts) if cuts else ()
         said = [row for output in outputs for row in self._rows(output)]
         return {"-".join(map(str, state)): row for state, row in zip(states, said, strict=True)}
 
     def _rows(self, output: Tensor) -> Iterator[list[float]]:
-        """Yield the stored numbers of each of a batch of outputs."""
+        """Yield the numbers that are stored for each output of a batch."""
         self.entries = output[0].numel()
         index = target_index(self.known.target, output[:1])
         scores = self.run.explained(output).tolist()
@@ -124,7 +124,7 @@ class _Says:
             yield row
 
     def _place(self, k: int, output: Tensor) -> int:
-        """Return a class's place among the labels."""
+        """Return the index of class ``k`` in ``labels``, to which new classes are added."""
         if k not in self._places:
             self._places[k] = len(self.labels)
             self.labels.append(spelled(label_of(self.subject, k, output)))
@@ -132,13 +132,13 @@ class _Says:
 
 
 def _chance(chance: float) -> float:
-    """Return a probability in few digits; neither 0 nor 1 unless it is."""
+    """Round a probability to a few digits, but not to exactly 0 or 1."""
     if chance < 1e-4:
         return float(f"{chance:.2g}")
     return chance if chance == 1 else min(round(chance, 6), 1 - 1e-6)
 
 
 def _call(edge: Edge, mixers: Sequence[str]) -> str:
-    """Return an edge in Python: its layer by number, if layers ran in order."""
+    """Return Python code for an edge, with the layer's number if layers ran in order, or name."""
     in_order = edge.name in mixers[edge.layer : edge.layer + 1]
     return f"Edges({edge.layer if in_order else repr(edge.name)}, {edge.source}, {edge.target})"

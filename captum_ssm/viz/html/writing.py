@@ -1,4 +1,4 @@
-"""Writing a report, pictures, or numbers."""
+"""Write explanations to files: reports, pictures or numbers."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from ..text import plot_text
 from .example import ShownExample, Subject
 from .explanation import Explanation
 from .page import page
-from .parts import says_nothing
+from .parts import is_negligible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Endings and contents of files.
+#: The content of a file for each ending.
 FORMATS = {
     ".html": "a report",
     ".png": "pictures of each example",
     ".json": "numbers",
     ".csv": "relevance, a row for each token",
 }
-#: The same of answers that are written here.
+#: The content for each ending, in reports with ``generate=``.
 ANSWERS = {".html": "a report"}
 
 
@@ -44,11 +44,11 @@ def check_format(
     """Raise unless the file's ending is known."""
     if out.suffix.lower() not in formats:
         known = ", ".join(f"{end} ({what})" for end, what in formats.items())
-        raise OptionError(f"{option} {out}: the ending says what to write: {known}.")
+        raise OptionError(f"{option} {out} has an ending that is not accepted. Use {known}.")
 
 
 def is_page(out: Path) -> bool:
-    """Return True if a file is to hold a page."""
+    """Return True if a file's ending is ``.html``."""
     return out.suffix.lower() == ".html"
 
 
@@ -89,10 +89,10 @@ def write_report(subject: Subject, found: Sequence[Explanation], title: str, pat
 def json_of(found: Sequence[Explanation], model: str) -> str:
     """Return tokens, predictions and relevances of each example as JSON, in full precision.
 
-    ``accounts`` holds the sum of all relevance, ``bias`` (constants) and ``delta`` (missing) of
-    methods that decompose the output. ``references`` and ``baselines`` are parts of ``bias``.
-    ``sums`` holds the wanted number, the sum and the delta of methods that promise a sum. ``roles``
-    holds relevance by role. ``contrast`` is the alternative to the target.
+    ``accounts`` has the output, ``bias`` (constants) and ``delta`` (missing) for methods that
+    decompose the output. ``references`` and ``baselines`` are parts of ``bias``. ``sums`` has the
+    expected number, the sum and the delta for methods whose relevance should have this sum.
+    ``roles`` has relevance by role. ``contrast`` is the alternative to the target.
     """
     examples = []
     for each in found:
@@ -113,7 +113,7 @@ def json_of(found: Sequence[Explanation], model: str) -> str:
 
 
 def write_csv(found: Sequence[Explanation], out: Path) -> None:
-    """Write relevance, a row for each example and token, and a column for each method."""
+    """Write relevance with one row for each example and token, and one column per method."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     names = [method["name"] for method in found[0].facts["methods"]]
@@ -128,10 +128,7 @@ def write_csv(found: Sequence[Explanation], out: Path) -> None:
 def write_pictures(
     found: Sequence[Explanation], images: Sequence[Tensor] | None, title: str, out: Path
 ) -> list[Path]:
-    """Write a picture of each example, and for texts one of each method's roles.
-
-    From the second on, files are numbered.
-    """
+    """Write pictures of each example, and of each method's roles in texts, to numbered files."""
     paths = []
 
     def write(figure: Figure, path: Path) -> None:
@@ -162,7 +159,7 @@ def write_pictures(
 
 
 def picture_files(out: Path, examples: int, roles: int = 0) -> list[Path]:
-    """Return the files of the pictures of several examples."""
+    """Return the paths of the picture files of several examples."""
     return [path for number in range(examples) for path in _of_example(out, number, roles)]
 
 
@@ -177,7 +174,7 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5) -> str:
-    """Return a method's most relevant words in one line, and the first of each role in another."""
+    """Return a line with a method's most relevant words, and a line for each role's first word."""
 
     def first(scores: Tensor, count: int) -> str:
         names, sums = list(facts["tokens"]), scores.clone()
@@ -196,15 +193,15 @@ def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5)
 
 
 def _caption(method: Mapping[str, Any]) -> str:
-    """Return a method's name, the entry left out by :func:`_scores`, and whether the rest is 0."""
+    """Return a method's name, with notes on an omitted query entry and on relevance near 0."""
     own, name = method["own"], str(method["name"])
     if own is not None and method["values"][own] is not None:
         name += f" (without the own entry of token {own}, {method['values'][own]:.3g})"
-    return name + " says nothing" * says_nothing(method["values"], own)
+    return name + " says nothing" * is_negligible(method["values"], own)
 
 
 def _scores(method: Mapping[str, Any]) -> Tensor:
-    """Return relevances (L,); tokens without one have zero, and so has the identity."""
+    """Return relevance (L,), with 0 for tokens without a number and for the query's own entry."""
     scores = _filled(method["values"])
     if method["own"] is not None:
         scores[method["own"]] = 0.0

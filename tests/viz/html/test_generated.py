@@ -89,10 +89,10 @@ def test_methods_without_sums_and_several_texts(tmp_path: Path) -> None:
 
 REFUSED = [
     ({"generate": 0}, OptionError, "generate=0"),
-    ({"target": (-1, 3)}, OptionError, "target is not for answers"),
-    ({"matrices": False}, OptionError, "matrices is not for answers"),
-    ({"methods": [LatimFlow, MambaLRP]}, OptionError, "methods names 2"),
-    ({"options": {"flow": {}}}, OptionError, "options names 'flow', but the method is 'Latim"),
+    ({"target": (-1, 3)}, OptionError, "target is not accepted with generate=1"),
+    ({"matrices": False}, OptionError, "matrices is not accepted with"),
+    ({"methods": [LatimFlow, MambaLRP]}, OptionError, "methods has 2"),
+    ({"options": {"flow": {}}}, OptionError, "options has 'flow'. Pass only options for 'Latim"),
     ({"tokenizer": None}, InputError, "tokenizer"),
     ({"names": ["a", "b"]}, InputError, "names"),
     ({"inputs": []}, InputError, "inputs is an empty list"),

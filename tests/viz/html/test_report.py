@@ -345,14 +345,14 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (OptionError, "layers contains 7", {"shown_layers": [7]}),
     (OptionError, "cuts=-1", {"cuts": -1}),
     (OptionError, "at most 60", {"cuts": 61}),
-    (InputError, "pass the model's tokenizer", {"inputs": "a text"}),
+    (InputError, "Pass the model's tokenizer", {"inputs": "a text"}),
     (InputError, "inputs is an empty list", {"inputs": [], "tokenizer": word_tokenizer()}),
-    (InputError, "tokens names one sequence, but inputs holds 2", {"tokens": ["a"] * 5}),
+    (InputError, "one list of names. Pass 2 lists", {"tokens": ["a"] * 5}),
     (InputError, "3 names for a sequence of 5", {"tokens": [["a"] * 3] * 2}),
     (InputError, "names has 1 labels for 2", {"names": ["a"]}),
     (TargetError, "out of range", {"target": (-1, VOCABULARY)}),
     *(
-        (OptionError, "the ending says what to write", {"path": f"other/report{suffix}"})
+        (OptionError, "has an ending that is not accepted", {"path": f"other/report{suffix}"})
         for suffix in (".pdf", ".htm", "")
     ),
 ]
