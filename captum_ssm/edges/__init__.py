@@ -1,4 +1,4 @@
-"""Messages between tokens: cut single ones, and estimate the effects of cuts."""
+"""Cut single messages between tokens, and estimate the effects of cuts."""
 
 from .cutting import knock_out
 from .edge_effects import EdgeEffects

@@ -97,7 +97,7 @@ class KnockOut(Protocol):
 
 
 class CutCall:
-    """One call of a mixer, and the active knock-outs ``acting``, from outermost to innermost."""
+    """Computes one mixer call's output without the messages that the ``acting`` knock-outs cut."""
 
     def __init__(self, mixer: Mixer, call: Call, number: int, acting: Sequence[KnockOut]) -> None:
         self.mixer, self.number = mixer, number
@@ -225,14 +225,14 @@ class CutCall:
         return lost - sent
 
     def _message(self, kind: Kind, pairs: Sequence[Pairs]) -> Tensor:
-        """Sum messages along pairs, (B, L, H, P); ``replace="mean"`` subtracts the mean token's."""
+        """Sum the messages along pairs of tokens, except the mean message that replaces them."""
         linear, values = self.linear, None
         if kind.by is not None and kind.by.given == "mean":
             values = linear.values - _mean(linear.values, linear.mask)
         return carried(linear, pairs, kind.share, self.mixer.name, values)
 
     def _lost_with_selection(self, kind: Kind, pairs: Sequence[Pairs]) -> Tensor:
-        """Return the targets' change, (B, L, H, P), when the mixer's input lacks the sources.
+        """Return the decrease at the targets when the mixer reads no sources, (B, L, H, P).
 
         The mixer's linear form is built again for each set of sources, coefficients included.
         """
@@ -283,7 +283,7 @@ class CutCall:
 
 
 class _Without(torch.autograd.Function):
-    """Subtract messages from an output; raise in backward, as the gradient would be wrong."""
+    """Subtracts messages from an output; raises in backward, where gradients would be wrong."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, lost: Tensor) -> Tensor:

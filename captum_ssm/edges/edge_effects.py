@@ -1,4 +1,4 @@
-"""The effects of all messages of a run on one number, and interventions that check them."""
+"""Estimate the effects of all messages on an output, and check them with interventions."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class EdgeEffects(Explainer):
         contrast: Any = None,
         verify: bool | float = True,
     ) -> Effects:
-        """Estimate the effects of all edges, to be read by layer, row, token or rank.
+        """Estimate the effects of all edges; the result sums and sorts them on request.
 
         Args:
             inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
@@ -191,7 +191,7 @@ class EdgeEffects(Explainer):
         return Truth(each, examples, torch.cat(guesses), torch.cat(losses), rounding)
 
     def _of(self, request: Request, asked: Against, verify: bool | float) -> Effects:
-        """Run the model forward and backward once; pair each layer with its output's gradient."""
+        """Run the model forward and backward once; return the layers' gradients as Effects."""
         by_rule, calls = self.rule is not None, None
         mixers = find_mixers(request.model, request.layers)
         with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Published experiments on cut edges, as functions: windows of layers, and parts of a model."""
+"""Run published experiments: cut edges in windows of layers, or switch off parts of a model."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ def _window(middle: int, size: int, count: int) -> range:
 
 
 def _answer(target: Any, output: Tensor) -> Tensor:
-    """Return the target's indices (B, dims of one example); raise if it has no probability."""
+    """Return the target's indices in the output; raise if the target has no probability."""
     index = target_index(target, output)
     if index is None or not index.shape[1] or output.shape[-1] == 1:
         raise TargetError(

@@ -101,7 +101,7 @@ def _alike(known: Any, value: Any) -> bool:
 def _found(
     module: nn.Module, arguments: Arguments, mixers: Sequence[Mixer], vouched: bool
 ) -> Given:
-    """Run the module once to record its mixers, then without them and with noise at some tokens.
+    """Record the mixers in one run, then run without them, with noise that marks input tokens.
 
     If the arguments have no ids or embeddings, positions count the first mixer's tokens.
     """

@@ -130,7 +130,7 @@ class Edges:
 
     @property
     def without(self) -> frozenset[str] | None:
-        """The components whose share is cut; None for the whole message."""
+        """The components whose part of a message is cut; None for the whole message."""
         if self.component is None:
             return None
         return frozenset([self.component] if isinstance(self.component, str) else self.component)
@@ -148,7 +148,7 @@ class Edges:
         return [*found, *own]
 
     def chosen(self, mixers: Sequence[Mixer]) -> list[Mixer]:
-        """Return the mixers that ``layers`` selects; all for a kind, which only a run shows."""
+        """Return the mixers that ``layers`` selects; all for a kind, which is known in a run."""
         layers = self.layers
         if layers is None or layers in KINDS:
             return list(mixers)
@@ -343,7 +343,7 @@ def _of_given(name: str, given: Any, size: tuple[int, int]) -> Tensor:
         if given.shape[-1] != tokens or (given.dim() == 2 and len(given) not in (1, batch)):
             raise QueryError(
                 f"{name} is a mask {tuple(given.shape)}, but the run has (B, L) = {size}. "
-                "Pass a mask (L,) or (B, L)."
+                f"Pass a mask ({tokens},) or ({batch}, {tokens})."
             )
         return given.cpu().expand(size)
     one = checks.as_integer(given)

@@ -1,4 +1,4 @@
-"""The change of norms when a message is cut.
+"""Compute how norms change when a message is cut.
 
 A mixer's output joins the residual stream, which later layers and the head read through norms, each
 at its stream x:
@@ -42,10 +42,10 @@ class NormReader(NamedTuple):
     """One norm, with its statistics at the stream x that it read in a run.
 
     Attributes:
-        stream: c(x), (B, L, E).
-        scale: s(x), (B, L, 1).
-        toward: A'g, (B, L, E).
-        explained: <g, N(x) - constant>, (B, L).
+        stream: the norm's input, centered in LayerNorm: c(x), (B, L, E).
+        scale: the factor of the normalization: s(x), (B, L, 1).
+        toward: the output's gradient before the norm's weights: A'g, (B, L, E).
+        explained: the product of the gradient and the output: <g, N(x) - constant>, (B, L).
         eps: the constant added to the mean square.
         centered: whether the mean is subtracted.
     """
@@ -69,7 +69,7 @@ class NormReader(NamedTuple):
         return self.scale * self.toward - along * self.stream
 
     def lost(self, messages: Tensor, square: Tensor, index: Tensor) -> Tensor:
-        """Return <g, N(x) - N(x - m)> of messages m, (B, q, s).
+        """Return the effects <g, N(x) - N(x - m)> of messages m on the output, (B, q, s).
 
         Args:
             messages: (B, q, s, E).
@@ -97,7 +97,7 @@ class Readers:
         self.norms = [norm.each(lambda x: x.to(like)) for norm in norms]
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return the effects of all messages to tokens ``index`` (B, q): (B, q, L)."""
+        """Return the effects (B, q, L) of all messages to the tokens at ``index`` (B, q)."""
         found = self.norms[0].stream.new_zeros(*index.shape, self._messages.shape.tokens)
         for tile in tiles([self._messages], index):
             found[:, tile.queries, tile.sources] = self.lost(tile.vectors, index[:, tile.queries])

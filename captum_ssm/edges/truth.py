@@ -166,7 +166,7 @@ class Interventions:
             yield output[: len(some)]
 
     def _masked(self, cuts: Sequence[Sequence[Edge]], size: int) -> list[Edges]:
-        """Combine the edges of different copies into Edges whose masks differ between copies.
+        """Combine the edges to cut in each copy into Edges with one mask row per copy.
 
         Two edges of one copy need two Edges: one would cut from each source to each target.
         """

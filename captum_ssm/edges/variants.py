@@ -1,9 +1,9 @@
-"""Effects of base variants on an output: to first order for all, or by one run each.
+"""Compute effects of single-base variants on an output, to first order or by one run each.
 
     effect[a, p] = gradient[a, p] - gradient[r, p],       r the base at p
 
-One forward and one backward pass give the 3 L effects. The gradient is the model's own, or the one
-of :class:`~captum_ssm.LatimFlow`'s linear network with one of its rules.
+One forward and one backward pass give the 3 L first-order effects. The gradient is the model's own,
+or the gradient of :class:`~captum_ssm.LatimFlow`'s linear network with one of its rules.
 """
 
 from __future__ import annotations

@@ -289,7 +289,7 @@ _ADVICE = {
 
 
 def _flat(found: object, path: Path) -> dict[str, Any]:
-    """Return settings with the names of the present SAELens, and an entry ``"metadata"``."""
+    """Return settings by their names in current SAELens, and ``"metadata"`` as one entry."""
     if not isinstance(found, dict):
         raise CheckpointError(
             f"{path} contains a {type(found).__name__}. Pass a folder with settings in {CONFIG}."

@@ -237,7 +237,7 @@ def _positions(feature: Feature, length: int) -> Iterator[int]:
 
 
 def _vector(value: Any, x: Tensor, site: Site, name: str) -> Tensor:
-    """Return a direction (W,), which is passed as a vector or as the index of a neuron."""
+    """Convert a vector (W,) or the index of a neuron to a direction (W,)."""
     width = x.shape[1]
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < width:
         return torch.zeros_like(x[0]).index_fill(0, torch.tensor([value], device=x.device), 1.0)

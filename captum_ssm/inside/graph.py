@@ -228,7 +228,7 @@ def _at_target(through: Tensor) -> Tensor:
 
 
 def _greatest(values: Tensor, share: float) -> Tensor:
-    """Return True for the largest values (n,), as many as are needed for a share of their sum."""
+    """Return a mask (n,) of the largest values whose sum reaches a share of the total."""
     order = values.argsort(descending=True)
     so_far = values[order].cumsum(0)
     # a value is kept if the sum before it is below the share, apart from rounding error

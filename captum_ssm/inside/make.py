@@ -68,7 +68,7 @@ def attribution_graph(
             ``"backbone.layers.0.mixer.heads"``. Default: None, the blocks of all mixers.
         top: the number of features with the largest contributions to the target that become nodes;
             all other features are part of the error node of their layer and token. Default: 512.
-        keep: the share of influence after pruning, see :meth:`Graph.pruned`, or None. Default: 0.8.
+        keep: the share of influence that :meth:`Graph.pruned` keeps, or None. Default: 0.8.
         tokens: a text for each position. Default: None, token ids, or positions without ids.
         model: the module, if it cannot be found in forward_func. Default: None.
         layers: names or modules of the mixers to linearize with their adapters. Default: None, all.
@@ -125,7 +125,7 @@ def _blocks(maker: _Maker) -> list[Layer]:
 
 
 def _by_layer(nodes: Any) -> list[tuple[Layer, Any]]:
-    """Return pairs of a layer of ``nodes`` and None, a dictionary or a list of features."""
+    """Convert ``nodes`` to pairs of a layer and None, a dictionary or a list of features."""
     if isinstance(nodes, Mapping) and nodes:
         return list(nodes.items())
     if not isinstance(nodes, list | tuple) or not nodes:

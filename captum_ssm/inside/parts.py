@@ -26,7 +26,7 @@ class Parts:
         network: the network, after its forward run.
         taken: each layer's nodes: None for whole activations, a list of features, or a dictionary.
         number: the target's value (1,).
-        constant: a summand of the target that no module added, or None.
+        constant: a summand of the target that does not come from a module, or None.
         baselines: for each input of the network, the value to compare with; empty for 0.
         index: the index of the target in the model's output (1, [n,] dims), or None.
     """
@@ -178,7 +178,7 @@ class Parts:
         return self.values[site] - written - found.rest
 
     def _numbers(self) -> Iterator[tuple[Tensor, Tensor | None, float]]:
-        """Yield a number, constant and activation for each node with incoming edges.
+        """Yield (number, constant, activation) for each node with incoming edges.
 
         The activation is number + constant. The number (1,) is linear in the layer's activation.
         """

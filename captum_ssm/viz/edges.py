@@ -119,7 +119,7 @@ def plot_edges(
         ['+1.5', '−0.5']
     """
     if not edges:
-        raise InputError("edges is empty. Pass some, such as effects.top(20)[0].")
+        raise InputError("edges is empty. Pass at least one, such as effects.top(20)[0].")
     for edge in edges:
         outside = [end for end in (edge.source, edge.target) if not 0 <= end < len(tokens)]
         if outside:

@@ -1,4 +1,4 @@
-"""Draw tables of numbers with intervals as dots with bars."""
+"""Draw tables of numbers and their intervals as dots and bars."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def _dots(axis: Any, start: int, intervals: Sequence[Interval], color: str) -> N
 
 def _check(groups: Mapping[str, Mapping[str, Sequence[Interval]]], columns: Sequence[str]) -> None:
     if not columns or not any(groups.values()):
-        raise InputError("There is nothing to draw. Pass groups with a row, and a column.")
+        raise InputError("groups or columns is empty: nothing to draw. Pass a row and a column.")
     for heading, rows in groups.items():
         for label, intervals in rows.items():
             if len(intervals) != len(columns):
                 raise InputError(
                     f"groups: the row {label!r} of {heading!r} has {len(intervals)} intervals for "
-                    f"{len(columns)} columns. Pass one for each."
+                    f"{len(columns)} columns. Pass one interval per column."
                 )

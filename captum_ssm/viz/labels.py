@@ -1,6 +1,6 @@
-"""Tokens as text that shows every character: labels of pictures and pages.
+"""Make labels of pictures and pages from tokens, with every character visible.
 
-Invisible characters are spelled out, as ``\\n`` or ``\\u200b``, and in pictures also characters
+Invisible characters are written as ``\\n`` or ``\\u200b``, and in pictures also characters
 without a glyph in the font. Before version 3.11 matplotlib draws right-to-left text in the order of
 the string, so words read backwards.
 """
@@ -157,13 +157,13 @@ def heading(text: str | None) -> str:
 
 
 def width(token: str) -> int:
-    """Return the number of cells of a monospaced font that a token takes."""
+    """Return a token's width in cells of a monospaced font."""
     label = shown(token).replace(r"\$", "$")
     return sum(unicodedata.category(c) not in ("Mn", "Me") for c in label)
 
 
 def widths(labels: Sequence[str], joined: Collection[int]) -> list[float]:
-    """Return the cells of each label; labels of one word have no space between them."""
+    """Return each label's width in cells; labels of one word are drawn closer together."""
 
     def of_several(i: int) -> bool:
         return i in joined or i + 1 in joined

@@ -27,7 +27,7 @@ def plot_matrices(
     absolute: bool = False,
     columns: int | None = None,
 ) -> tuple[Figure, Any]:
-    """Draw implicit attention matrices side by side; row i holds the weights in token i.
+    """Draw implicit attention matrices side by side; row i has the weights for target token i.
 
     Args:
         matrices: matrices (L, L), or (1, L, L) as :meth:`ImplicitAttention.matrices

@@ -98,7 +98,7 @@ def read_examples(
 
 def _texts(reader: Reader, texts: Any, target: Any) -> Iterator[ShownExample]:
     if reader.codec is None:
-        raise InputError("inputs contains texts. Pass the model's tokenizer=, or token ids (B, L).")
+        raise InputError("inputs has texts, but tokenizer=None. Pass the model's tokenizer or ids.")
     if not isinstance(texts, list | tuple) or not all(map(is_text, texts)):
         raise InputError(
             f"inputs is of type {type(texts).__name__}. Pass token ids (B, L), embeddings "
@@ -151,7 +151,7 @@ def find_subject(
     tokenizer: Any,
     labels: Sequence[str] | None,
 ) -> Subject:
-    """Return the subject of a report; arguments as in :func:`captum_ssm.viz.report`."""
+    """Collect the model, tokenizer and class names; see :func:`captum_ssm.viz.report`."""
     if tokenizer is None:  # a pipeline of transformers has its own
         tokenizer = getattr(forward_func, "tokenizer", None)
     codec = None if tokenizer is None else Codec(tokenizer)

@@ -66,7 +66,7 @@ class Wanted:
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """The displayed explanation of an example.
+    """The explanation of one example, as pages and files show it.
 
     Attributes:
         facts: everything except the maps' numbers, as JSON values.

@@ -100,7 +100,7 @@ def report_answers(
     if checks.integer("generate", generate) < 1:
         raise OptionError(f"generate={generate} is below 1. Pass an integer of at least 1.")
     if tokenizer is None:
-        raise InputError(f"generate={generate} makes a text. Pass the model's tokenizer=.")
+        raise InputError(f"generate={generate} needs a tokenizer, not None. Pass the model's.")
     named = named_methods(LatimFlow if methods is DEFAULT else methods)
     if len(named) != 1:
         raise OptionError(

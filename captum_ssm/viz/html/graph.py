@@ -97,7 +97,7 @@ def _places(subject: Subject, known: Outline) -> Iterator[tuple[str, list[nn.Mod
 def _chosen(
     places: Sequence[nn.Module], most: int, moves: Sequence[float] | None
 ) -> list[nn.Module]:
-    """Return ``most`` modules: those that move most relevance, or evenly spaced; with the last."""
+    """Return the last module and, up to ``most``, others with large ``moves`` or evenly spaced."""
     count = len(places)
     if moves is not None and len(moves) == count > most:
         best = sorted(range(count - 1), key=lambda i: -moves[i])[: most - 1]

@@ -1,4 +1,4 @@
-"""Predictions after each block of a model, as if the later blocks were missing.
+"""Predict after each block of a model, as if the later blocks were missing.
 
 The model runs again with every block returning the recorded output of one block, so that its norm
 and head read that block's residual stream (the logit lens, nostalgebraist 2020).

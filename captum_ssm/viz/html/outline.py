@@ -1,4 +1,4 @@
-"""Facts from one forward run of an example, before any explanation.
+"""Run the model once on a report's example, to find layers, predictions and the query token.
 
 Shapes: L tokens, V vocabulary, K classes.
 """
@@ -27,7 +27,7 @@ _NAMED, _IN_TEXT = 5, 3
 
 
 class LayerOutline(NamedTuple):
-    """One layer: the mixer's name in the model, its family, and how many tokens it mixes."""
+    """One layer: the mixer's name in the model, its family, and the number of its tokens."""
 
     name: str
     architecture: str
@@ -107,10 +107,9 @@ def outline(subject: Subject, example: ShownExample) -> Outline:
     index = target_index(target, output)
     asking = _asking(output, index, record, mask)
     ids = example.inputs[0] if output.dim() == 3 and example.inputs.dim() == 2 else None
-    explained, predictions, targets, asked = _said(subject, output.detach(), index, target, ids)
     asking = positions.index(asking) if asking in positions else None
-    said = explained, predictions, targets, asked
-    return Outline(layers, positions, asking, grid, target, *said)
+    predictions = _predictions(subject, output.detach(), index, target, ids)
+    return Outline(layers, positions, asking, grid, target, *predictions)
 
 
 def _asking(output: Tensor, index: Tensor | None, record: Trace, mask: Tensor | None) -> int | None:
@@ -141,7 +140,7 @@ def _predicted(output: Tensor, positions: list[int]) -> Any:
     return int(output[0].argmax()) if output.dim() == 2 and output.shape[1] > 1 else None
 
 
-def _said(
+def _predictions(
     subject: Subject, output: Tensor, index: Tensor | None, target: Any, ids: Tensor | None
 ) -> tuple[str, list[LikelyClass], list[Any], int]:
     """Return a description, predictions, their targets, and the explained prediction's index."""

@@ -54,7 +54,7 @@ def decomposes(method: Any) -> bool:
 
 
 def tells_roles(method: Any, options: Mapping[str, Any], inputs: Tensor | None = None) -> bool:
-    """Return True if a method object or class has more roles than content; False for images."""
+    """Return True if a method object or class has relevance by role; images have no roles."""
     kind = method if isinstance(method, type) else type(method)
     if not issubclass(kind, LatimFlow) or (inputs is not None and inputs.dim() == 4):
         return False

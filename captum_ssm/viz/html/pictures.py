@@ -40,7 +40,7 @@ class Raster(NamedTuple):
 
 
 def raster(values: Tensor, *, extremes: bool) -> Raster:
-    """Round relevance (h, w) to steps; without ``extremes`` the largest values are clipped."""
+    """Round relevance (h, w) to 127 levels; without ``extremes`` the largest ones are clipped."""
     values = values.detach().cpu().double()
     known = values.isfinite()
     finite = torch.where(known, values, 0.0)

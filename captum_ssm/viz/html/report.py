@@ -93,20 +93,20 @@ def report(
             attention mask. Default: None.
         model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use. Default: None, all of them.
-        options: further arguments of ``attribute`` for each method, by its name in the result; as
-            in :func:`captum_ssm.compare`. Default: None.
+        options: a mapping from methods' names in the result to further arguments of ``attribute``,
+            as in :func:`captum_ssm.compare`. Default: None.
         tokenizer: the tokenizer for the names of tokens and predictions: any object with
             ``encode(text)`` and ``decode(ids)``. Default: None.
         transform: a function from an image to the model's input (C, H, W), such as torchvision's
             transforms, or a transformers image processor. Default: None, for tensors.
         tokens: names of the tokens of one sequence, or a list of them for each. Default: None, the
             tokenizer's, else ids.
-        labels: names of the classes. Default: None, the model's own, else numbers.
+        labels: names of the classes. Default: None, the model's names of classes, else numbers.
         matrices: show token-to-token maps: True or ``"attention"`` for the implicit attention,
             ``"contributions"`` for LATIM's norms; several in a list; False for none. Default: True.
         shown_layers: indices of the layers whose maps are shown, in the order in which they ran;
             negative ones count from the end. Default: None, all.
-        megabytes: the most megabytes of maps, layers' inputs and other predictions in the file. If
+        megabytes: the largest size of maps, layers' inputs and other predictions in the file. If
             not all entries of maps fit, the strongest of each row are kept, with a note.
             Default: 12.
         cuts: number of messages between tokens to cut, one by one and the strongest in pairs, by
@@ -263,7 +263,7 @@ def _kinds(matrices: bool | Sequence[str]) -> list[str]:
 
 
 def _count(name: str, value: int | None, default: int, most: int = sys.maxsize) -> int:
-    """Check an argument that is a count, 0 included, and return it."""
+    """Check an option that is an integer of at least 0; return it, or the default for None."""
     count = default if value is None else checks.integer(name, value)
     if not 0 <= count <= most:
         limit = "" if most == sys.maxsize else f" and at most {most}"
@@ -278,7 +278,7 @@ def _kept(
     megabytes: float,
     taken: int,
 ) -> int:
-    """Return the number of entries of each row of a map that fit into the file."""
+    """Return the number of entries per map row that fit into the file."""
     sizes = [known.layers[i].tokens for known in outlines for i in chosen] * len(kinds)
     if not sizes:
         return 0

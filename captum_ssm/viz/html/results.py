@@ -109,7 +109,7 @@ def _of_decomposition(found: Decomposition | LogitContributions) -> Iterator[dic
 
 
 def _layers(found: Decomposition | LogitContributions, number: int) -> Iterator[list[float]]:
-    """Yield each layer's relevance of tokens, (L,): at its input, or of its part of the logit."""
+    """Yield the relevance of tokens at each layer's input, or in each layer's part of a logit."""
     by_layer = found.streams if isinstance(found, Decomposition) else tuple(found.layers)
     length = found.tokens.shape[1]
     for values in by_layer:

@@ -30,7 +30,7 @@ _PAIRED = 8
 _NAMED = 5
 #: The largest numbers of copies, of tokens, and of output entries in one batch.
 _COPIES, _TOKENS, _ENTRIES = 16, 256, 2**26
-#: The edges that are cut, by their numbers.
+#: The indices of the edges that are cut.
 State = tuple[int, ...]
 
 

@@ -41,7 +41,7 @@ ANSWERS = {".html": "a report"}
 def check_format(
     out: Path, formats: Mapping[str, str] = MappingProxyType(FORMATS), option: str = "--out"
 ) -> None:
-    """Raise unless the file's ending is known."""
+    """Raise OptionError unless ``formats`` has the file's ending."""
     if out.suffix.lower() not in formats:
         known = ", ".join(f"{end} ({what})" for end, what in formats.items())
         raise OptionError(f"{option} {out} has an ending that is not accepted. Use {known}.")
@@ -60,7 +60,7 @@ def write(
     title: str,
     out: Path,
 ) -> list[Path]:
-    """Write explanations of a model in the form of the file's ending, and return all files."""
+    """Write explanations in the format that the file's ending selects; return all paths."""
     if is_page(out):
         write_report(subject, found, title, out)
     elif out.suffix.lower() == ".csv":
