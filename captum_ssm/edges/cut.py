@@ -234,7 +234,7 @@ class CutCall:
     def _lost_with_selection(self, kind: Kind, pairs: Sequence[Pairs]) -> Tensor:
         """Return the decrease at the targets when the mixer reads no sources, (B, L, H, P).
 
-        The mixer's linear form is built again for each set of sources, coefficients included.
+        The mixer's linear form, with its coefficients, is built again for each set of sources.
         """
         linear, hidden = self.linear, self.hidden.detach()
         fill = torch.zeros_like(hidden)

@@ -56,8 +56,8 @@ def knock_out(
             :func:`~captum_ssm.tracing.find_model`.
         *edges: the messages to cut; see :class:`Edges`.
         replace: the replacement of the messages: ``"mean"`` for the message of the example's mean
-            token, or another input of as many tokens for its run's messages (a tensor, or a tuple
-            or mapping of arguments). Default: None, nothing.
+            token, or a second input with as many tokens (a tensor, or a tuple or mapping of
+            arguments), whose messages are used instead. Default: None, no message.
         verify: check the operators against their mixers' outputs; a number is the tolerance.
             Default: True.
 
@@ -65,7 +65,7 @@ def knock_out(
         Nothing.
 
     Raises:
-        OptionError: for arguments of other kinds, edges that name nothing, components or heads
+        OptionError: for values of wrong types, edges that select nothing, components or heads
             that a layer does not have, and edges that cut one message in two ways.
         QueryError: for positions outside the tokens, or edges to earlier tokens in a causal layer.
         InputError: when a layer's tokens are not found in the input, or ``replace`` has a different

@@ -44,7 +44,7 @@ class EdgeEffects(Explainer):
             gradient. Default: None.
         exact_norms: whether the norms that read a layer's output are recomputed without each
             message, and not approximated to first order. Default: None, True unless ``rule`` is
-            named.
+            passed.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
@@ -99,8 +99,8 @@ class EdgeEffects(Explainer):
         Args:
             inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of
                 one such tensor.
-            target: in Captum's forms; for outputs (B, L, V) a tuple (position, token). Default:
-                None, for models that return one number per example.
+            target: the explained output, in Captum's forms; for outputs (B, L, V) a tuple
+                (position, token). Default: None, for models that return one number per example.
             additional_forward_args: further positional arguments of forward_func, for example an
                 attention mask. Default: None.
             contrast: the alternative to the target; see :meth:`.LatimFlow.attribute`. Default:

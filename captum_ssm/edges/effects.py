@@ -63,7 +63,7 @@ class LayerEffects:
 
     Attributes:
         mixer: the mixer.
-        linear: its linear form at the run's input.
+        linear: the mixer's linear form at the run's input.
         gradient: the gradient at the mixer's output, (B, L, E).
         readers: the norms that read the layer's output, for effects with exact norms. Default:
             None, effects to first order.
@@ -384,7 +384,7 @@ class Effects:
         """Return an edge between input tokens; None if source or target is not in the input.
 
         Args:
-            example, layer, target, source: numbers of the example, the layer, and its tokens.
+            example, layer, target, source: indices of the example, the layer, and its tokens.
             effect: the estimated effect of cutting the edge.
         """
         if self.given is not None:

@@ -116,8 +116,8 @@ def knockout_windows(
 
     Raises:
         OptionError: for kinds that are not a mapping or empty, and unknown options.
-        TargetError: when the target does not name one of several classes or tokens, or one at a
-            padded position.
+        TargetError: when the target is not one of several classes or tokens, or is at a padded
+            position.
         InputError, NoMixerError, QueryError, ReconstructionError: as in
             :func:`~captum_ssm.knock_out`.
 
@@ -203,10 +203,10 @@ def parts_off(
     Args:
         model: a module, wrapped or not, or a function that runs one.
         score: a function without arguments that runs the model on any number of batches, and
-            returns a number, such as its accuracy, or a tensor with one per example.
+            returns a number, such as the accuracy, or a tensor with one number per example.
         layers: the layers to switch off one by one, in the forms of :attr:`Edges.layers`. Default:
             None, all.
-        heads: whether to switch off the heads of these layers, too; of a Mamba-1 each channel.
+        heads: whether to also switch off each head of these layers; for Mamba-1, each channel.
             Default: False.
 
     Returns:

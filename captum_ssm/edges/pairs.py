@@ -71,8 +71,8 @@ class Edges:
 
     Attributes:
         layers: the mixers: a number in the model's order, a name, a module, a range or slice, a
-            list of these, or a family such as ``"Mamba-2"``. ``"attention"`` and ``"ssm"`` are all
-            mixers that are, or are not, softmax attention. Default: None, all.
+            list of these, or a family such as ``"Mamba-2"``. ``"attention"`` selects all softmax
+            attention, and ``"ssm"`` all other mixers. Default: None, all.
         sources: the tokens that send: a position, a list or slice of them, a boolean mask (L,) or
             (B, L), or a tensor of positions (B, K). Or a relation to the target: ``"earlier"``,
             ``"later"``, ``"same"``, ``"other"`` or a boolean function of positions (target,
@@ -80,7 +80,7 @@ class Edges:
             targets are a relation, all tokens.
         targets: the tokens that receive, in the same forms; names are relations to the source.
             Default: None, all.
-        heads: the heads; for Mamba-1, channels. Default: None, all.
+        heads: the indices of heads; for Mamba-1, of channels. Default: None, all.
         component: one or several of ``conv``, ``activation``, ``scan``, ``skip``, ``gate`` and
             ``norm``. Cut only this part of the message: the operator minus the operator without the
             component. Default: None, the whole message.
@@ -237,7 +237,7 @@ def pairs_of(
         by_target: whether each target must be in only one product. Default: False.
 
     Raises:
-        QueryError: for positions that the tokens do not have.
+        QueryError: for positions outside the tokens.
         OptionError: for a relation that does not return booleans.
     """
     at = torch.arange(size[1]).expand(size) if given is None else given

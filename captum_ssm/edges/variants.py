@@ -43,12 +43,13 @@ def variant_effects(
             :class:`~captum_ssm.models.OneHot`; or a function that runs it.
         one_hot: the reference sequences, (B, 4, L) or (B, L, 4): at each position one base, or
             zeros.
-        target: in Captum's forms. Default: None, for models that return one number per example.
+        target: the explained output, in Captum's forms. Default: None, for models that return one
+            number per example.
         additional_forward_args: further positional arguments of forward_func. Default: None.
         contrast: the alternative to the target; see :meth:`.LatimFlow.attribute`. Default: None.
-        rule: the rule of :class:`.LatimFlow` whose gradient is used. None: the model's own
+        rule: the rule of :class:`.LatimFlow` whose gradient is used, or None for the model's own
             gradient, which is near 0 for a confident model. Default: ``"centered"``, the most
-            accurate rule in tests.
+            accurate in experiments.
         model: the module, if forward_func does not reveal it. Default: None.
         layers: names or modules of the mixers to use, with a rule. Default: None, all.
 
@@ -57,7 +58,7 @@ def variant_effects(
         ``one_hot``. It is 0 for the reference base, and at positions without one.
 
     Raises:
-        InputError: when ``one_hot`` holds anything else than one base, or none, at a position.
+        InputError: when ``one_hot`` is not one-hot, or zeros, at some position.
         OptionError: for an unknown rule or contrast.
         GradientModeError: when the target does not depend on the inputs.
 
@@ -108,7 +109,7 @@ def mutagenesis(
         The change of the target, in the shape of ``one_hot``.
 
     Raises:
-        InputError: when ``one_hot`` holds anything else than one base, or none, at a position.
+        InputError: when ``one_hot`` is not one-hot, or zeros, at some position.
 
     Example:
         >>> import torch

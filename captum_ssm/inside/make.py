@@ -82,7 +82,7 @@ def attribution_graph(
             part of a mixer.
         OptionError: for a wrong value of ``nodes`` or of a different option.
         InputError, TargetError, GradientModeError, NotLinearError, NonFiniteError,
-        ReconstructionError: as LatimFlow.
+        ReconstructionError: as in LatimFlow.attribute().
 
     Example:
         >>> import torch

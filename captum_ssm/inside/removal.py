@@ -86,7 +86,7 @@ def validate(
     """Remove the nodes of a graph one by one, and compare the true effects with the estimates.
 
     Args:
-        graph: the graph of the same model, inputs and target, pruned or not.
+        graph: a graph of the same model, inputs and target, pruned or not.
         forward_func, inputs, target, additional_forward_args, contrast, model: as in
             :func:`~captum_ssm.attribution_graph`, with the same defaults. For ``contrast="all"`` or
             ``"others"`` the true effect is the change of the log-probability or the log-odds.

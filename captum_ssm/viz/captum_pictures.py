@@ -39,11 +39,11 @@ def image_arrays(relevance: Tensor, image: Tensor) -> tuple[Any, Any]:
     """Return the two arrays that ``visualize_image_attr`` and similar functions take.
 
     Args:
-        relevance: as in :func:`captum_ssm.viz.plot_image`.
-        image: as in :func:`captum_ssm.viz.plot_image`.
+        relevance: the relevance, as in :func:`captum_ssm.viz.plot_image`.
+        image: the image, as in :func:`captum_ssm.viz.plot_image`.
 
     Returns:
-        Relevance (H, W, 1), and the image (H, W, 3) in 0 to 255.
+        Relevance (H, W, 1), and the image (H, W, 3) with values from 0 to 255.
 
     Raises:
         InputError: when the shapes do not fit one image, or a number is NaN or infinite.
@@ -89,7 +89,7 @@ def captum_image(
         with a note in the title.
 
     Raises:
-        InputError: as :func:`image_arrays`.
+        InputError: as in :func:`image_arrays`.
         OptionError: when sign is unknown, or method cannot show it.
 
     Example:
@@ -154,7 +154,7 @@ def captum_text(
         A ``VisualizationDataRecord``.
 
     Raises:
-        InputError: when tokens and relevance are not equally many, or relevance is not finite.
+        InputError: when tokens and relevance differ in length, or relevance is not finite.
 
     Example:
         >>> import torch

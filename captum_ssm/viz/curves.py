@@ -69,7 +69,7 @@ def plot_perturbed(
         The matplotlib figure and its three axes.
 
     Raises:
-        InputError: as :func:`plot_curves`.
+        InputError: as in :func:`plot_curves`.
 
     Example:
         >>> import torch

@@ -1,6 +1,6 @@
 """Create figures, check the numbers to draw, and choose colors.
 
-Colors can be told apart with most kinds of color vision; scales of both signs are centered at 0.
+Colors are distinct for most kinds of color vision; scales of both signs are centered at 0.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def plot_intervals(
         The matplotlib figure and its axes, one per column.
 
     Raises:
-        InputError: when there is nothing to draw, or a row has too few or too many intervals.
+        InputError: when groups or columns is empty, or a row has too few or too many intervals.
 
     Example:
         >>> from captum_ssm.viz import plot_intervals

@@ -79,11 +79,11 @@ def plot_decomposition_errors(
         title: a heading. Default: None.
 
     Returns:
-        The matplotlib figure and its axes, logarithmic and ending at 1e-8, below which an error is
-        rounding.
+        The matplotlib figure and its axes, on a logarithmic scale from 1e-8; smaller errors are
+        rounding errors.
 
     Raises:
-        InputError: as :func:`plot_layers`.
+        InputError: as in :func:`plot_layers`.
 
     Example:
         >>> from captum_ssm.viz import plot_decomposition_errors

@@ -35,8 +35,8 @@ def plot_matrices(
         tokens: labels of the tokens. Default: None, positions.
         titles: a heading for each picture. Default: None, ``layer 0``, ``layer 1``, ...
         title: a heading for all. Default: None.
-        absolute: show min-max normalized absolute values, as the papers do, instead of signed ones.
-            Default: False.
+        absolute: show absolute values, stretched to 0 to 1 as in the papers, instead of signed
+            values. Default: False.
         columns: the number of pictures in a row. Default: None, all in one row.
 
     Returns:
@@ -97,13 +97,13 @@ def plot_depths(
         tokens: labels of the tokens. Default: None, positions.
         depths: shares of the layers, 0 for the first and 1 for the last. Default: 25 %, 50 %, 75 %.
         title: a heading for all. Default: None.
-        absolute: see :func:`plot_matrices`. Default: True, as the papers.
+        absolute: as in :func:`plot_matrices`. Default: True, as in the papers.
 
     Returns:
         The matplotlib figure and its axes, one per depth.
 
     Raises:
-        InputError: as :func:`plot_matrices`.
+        InputError: as in :func:`plot_matrices`.
         OptionError: when depths is empty, or one is not from 0 to 1.
 
     Example:
@@ -134,20 +134,20 @@ def plot_channels(
     """Draw the matrices of single channels, or heads, of one layer.
 
     Args:
-        matrix: (C, L, L), or (1, C, L, L) as :meth:`ImplicitAttention.matrices
+        matrix: a tensor (C, L, L), or (1, C, L, L) as :meth:`ImplicitAttention.matrices
             <captum_ssm.ImplicitAttention.matrices>` returns it with ``reduce=None`` or ``"heads"``.
         tokens: labels of the tokens. Default: None, positions.
         channels: the channels' indices; negative ones count from the end. Default: None, the first
             16.
         title: a heading for all. Default: None.
-        absolute: see :func:`plot_matrices`. Default: True, as the papers.
-        columns: pictures in a row. Default: 4.
+        absolute: as in :func:`plot_matrices`. Default: True, as in the papers.
+        columns: the number of pictures in a row. Default: 4.
 
     Returns:
         The matplotlib figure and its axes, one per channel.
 
     Raises:
-        InputError: as :func:`plot_matrices`, and when matrix has no channels.
+        InputError: as in :func:`plot_matrices`, and when matrix has no channels.
         OptionError: when a channel does not exist, or columns is below 1.
 
     Example:

@@ -33,11 +33,11 @@ def plot_image(
     """Draw an image, and beside it the relevance of one method or of several.
 
     Args:
-        image: (C, H, W) or (1, C, H, W) with one color channel or three; numbers outside [0, 1], as
-            in normalized images, are stretched to it.
-        relevance: (C, H, W) or (H, W), or the patch grid (h, w), which is enlarged bilinearly; a
-            dimension of 1 in front is dropped. A mapping from names to several of these is drawn
-            side by side, each with its own color scale.
+        image: an image (C, H, W) or (1, C, H, W) with one color channel or three. Numbers outside
+            [0, 1], as in normalized images, are stretched to this range.
+        relevance: a tensor (C, H, W) or (H, W), or a patch grid (h, w), which is enlarged
+            bilinearly; a first dimension of 1 is dropped. A mapping from names to several tensors
+            is drawn side by side, each with its own color scale.
         how: one form of the picture, or several, drawn below each other. ``"blend"``: a heat map
             over the gray image. ``"contour"``: lines at a quarter, half and three quarters of the
             largest value, dashed if negative. ``"masked"``: the image as bright as its positive

@@ -40,7 +40,7 @@ def graph_of(
     """Return the graph of the activations that contribute most, or why there is no graph.
 
     Args:
-        subject, example, known: the run.
+        subject, example, known: the model, the example, and the facts from its forward run.
         count: number of activations to follow.
         moves: relevance that each layer moves between tokens. If not all blocks can be drawn, the
             blocks that move most are drawn. Default: None, evenly spaced blocks.

@@ -72,9 +72,9 @@ def in_base64(picture: Tensor) -> str:
 def photograph(image: Tensor) -> str:
     """Encode an image (C, H, W) or (1, C, H, W) as base64 of a PNG.
 
-    Three channels are red, green and blue; the mean of any other number is gray. Integers run to
-    255, as do nonnegative floats beyond 1; floats with negative values are stretched from their
-    smallest to their largest.
+    Three channels are red, green and blue; the mean of any other number is gray. White is 255 for
+    integers and for nonnegative floats with values above 1, else 1. Floats with negative values
+    are stretched from their smallest to their largest.
     """
     pixels = torch.nan_to_num(_as_image(image).double(), 0.0, 1.0, 0.0)
     low, high = _ends(pixels, image.dtype)

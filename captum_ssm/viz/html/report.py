@@ -84,7 +84,7 @@ def report(
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.
         inputs: token ids (B, L), embeddings (B, L, E) or images (B, C, H, W); or a tuple of one
             such tensor. With a tokenizer a text, a conversation, or a list of these of any lengths;
-            with a transform an image of PIL or a list of them.
+            with a transform a PIL image or a list of them.
         methods: one or several methods, as in :func:`captum_ssm.compare`, with the same default.
         target: the explained output, in Captum's forms, or the text of a token or the name of a
             class; a list has one for each example. Default: None, the model's prediction, after the
@@ -99,8 +99,8 @@ def report(
             ``encode(text)`` and ``decode(ids)``. Default: None.
         transform: a function from an image to the model's input (C, H, W), such as torchvision's
             transforms, or a transformers image processor. Default: None, for tensors.
-        tokens: names of the tokens of one sequence, or a list of them for each. Default: None, the
-            tokenizer's, else ids.
+        tokens: names of the tokens of one sequence, or a list of names for each. Default: None, the
+            tokenizer's names, else ids.
         labels: names of the classes. Default: None, the model's names of classes, else numbers.
         matrices: show token-to-token maps: True or ``"attention"`` for the implicit attention,
             ``"contributions"`` for LATIM's norms; several in a list; False for none. Default: True.
@@ -115,9 +115,9 @@ def report(
         graph: number of activations to follow from the words to the output, each by a backward
             pass, in texts of at most 2000 tokens; 0 for no graph. Default: None, 24 with maps, and
             none without.
-        generate: the number of tokens of an answer to every text. The answer is explained by one
-            method, instead of a prediction: each token's logit minus the mean of all. Arguments for
-            predictions are then refused. Default: None, predictions.
+        generate: the number of tokens to generate after every text. One method then explains each
+            generated token's logit minus the mean logit, instead of a prediction; arguments for
+            predictions are refused. Default: None, explain predictions.
         spans: the parts of an answer that are explained, each by one backward pass; see
             :meth:`~captum_ssm.SSMLLMAttribution.attribute`. The page sums words up to sentences.
             Default: ``"word"``.
@@ -133,8 +133,7 @@ def report(
         The path of the file, or of the first of several.
 
     Raises:
-        InputError: when inputs have another form, or labels, names or tokens do not match in
-            number.
+        InputError: for inputs of a different form, or a wrong number of labels, names or tokens.
         OptionError: for an unknown value of an option.
         NoMixerError, UnsupportedMixerError: when the model has no mixer, or none with an adapter.
         WriteError: when the file cannot be written; an old file is then unchanged.
@@ -216,10 +215,10 @@ def explain_all(
     answers: bool = False,
     show_progress: bool = False,
 ) -> list[Explanation]:
-    """Explain the examples of a report.
+    """Explain the examples of a report with all methods.
 
     Args:
-        subject: the model.
+        subject: the model, with tokenizer and class names.
         examples: the examples.
         methods, options, matrices, shown_layers, megabytes, cuts, graph, show_progress: as
             in :func:`report`, with the same defaults.

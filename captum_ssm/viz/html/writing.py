@@ -87,7 +87,7 @@ def write_report(subject: Subject, found: Sequence[Explanation], title: str, pat
 
 
 def json_of(found: Sequence[Explanation], model: str) -> str:
-    """Return tokens, predictions and relevances of each example as JSON, in full precision.
+    """Return each example's tokens, predictions and relevance as JSON, in full precision.
 
     ``accounts`` has the output, ``bias`` (constants) and ``delta`` (missing) for methods that
     decompose the output. ``references`` and ``baselines`` are parts of ``bias``. ``sums`` has the
