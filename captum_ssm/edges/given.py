@@ -21,7 +21,7 @@ from ..tracing.observe import Arguments, Watcher, observe
 from ..tracing.replays import Beginning, Replays
 from ..tracing.structure import tokens_read
 
-#: Immutable types of arguments. Calls that differ in other arguments do not reuse a result.
+#: Immutable types of arguments. A call with other arguments, except tensors, is not reused.
 _PLAIN = (bool, int, float, str, type(None))
 
 

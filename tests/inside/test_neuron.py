@@ -105,7 +105,7 @@ def test_what_selects_no_neuron() -> None:
         (lambda x: x[:, 0, 0].detach(), GradientModeError, "does not depend linearly on layer"),
         (lambda x: x[:, -1].norm(dim=-1), GradientModeError, "depend"),
         (lambda x: torch.lgamma(x[:, 0, 0]), NotLinearError, "lgamma"),
-        (lambda x: x[:, 0, 0] / 0, NonFiniteError, r"gives \[-?inf, -?inf\] of layer"),
+        (lambda x: x[:, 0, 0] / 0, NonFiniteError, r"selects \[-?inf, -?inf\] in layer"),
     ]
     places: list[Any] = [(1, 2, 3), (11, 2), (1, -11), (1, 2.0), (1, True), (1, None), (..., 2)]
     slices = [slice(4, 4), slice(0, 4, 0), slice("a", None), slice(None, None, -1)]

@@ -223,9 +223,9 @@ def test_long_and_awkward_texts_and_refusals():
             plot_graph(graph(), most=most)
     with pytest.raises(OptionError, match="by='relevance' is for graphs of whole activations"):
         plot_graph(graph(), by="relevance")
-    with pytest.raises(OptionError, match="by='weight' must be"):
+    with pytest.raises(OptionError, match="by='weight' is not known"):
         plot_graph(graph(), by="weight")
     edges = graph().edges.clone()
     edges[-1, 0] = float("nan")
-    with pytest.raises(InputError, match="graph holds 1 numbers"):
+    with pytest.raises(InputError, match="graph contains 1 numbers"):
         plot_graph(graph(edges=edges))

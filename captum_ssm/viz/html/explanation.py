@@ -227,7 +227,10 @@ def _methods(
     wanted: Wanted,
     known: Outline,
 ) -> list[dict[str, Any]]:
-    """Return each method's JSON values: name, relevance, query token, sum and roles."""
+    """Return one dict of JSON values for each method: name, relevance, sum, roles and options.
+
+    Its entry ``"own"`` is the query token if relevance there is mostly the identity, else None.
+    """
     facts = []
     for (name, relevance), kind in zip(found.items(), wanted.methods.values(), strict=True):
         values = _values(name, relevance, known)

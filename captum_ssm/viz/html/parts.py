@@ -24,8 +24,7 @@ class Account(NamedTuple):
         output: the explained number.
         bias: the contribution of biases and other constants.
         delta: the missing part.
-        references: the part of ``bias`` from a rule's references for keys and queries. Default:
-            0.0.
+        references: the part of ``bias`` from references for keys and queries. Default: 0.0.
         baselines: the part of ``bias`` from the baseline input. Default: 0.0.
     """
 

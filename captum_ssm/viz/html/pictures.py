@@ -29,8 +29,7 @@ class Raster(NamedTuple):
     Attributes:
         rows, columns: the numbers of rows and columns of patches or pixels.
         largest: the end of the scale.
-        steps: each value in 127ths of ``largest``, clipped, row by row, int8 in base64; -128 for
-            NaN.
+        steps: the values in 127ths of ``largest``, row by row, int8 in base64; NaN is -128.
     """
 
     rows: int

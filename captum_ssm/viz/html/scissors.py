@@ -99,7 +99,7 @@ class _CutRuns:
         self.classes, self.entries = 0, 1
 
     def of(self, edges: Sequence[Edge], states: Sequence[State]) -> dict[str, list[float]]:
-        """Run the model once for each state; return the stored numbers by state name."""
+        """Run the model in each state, and return the stored numbers by state name."""
         cuts = [[edges[n] for n in state] for state in states]
         outputs = self.run.outputs(cuts) if cuts else ()
         said = [row for output in outputs for row in self._rows(output)]
