@@ -65,8 +65,7 @@ def whole_page(
     Args:
         skeleton: the name of the HTML file with placeholders.
         styles, scripts: the names of files that are joined to one style and one script.
-        title: the page's heading.
-        facts, blocks: JSON values, and binary data by name. Default of blocks: none.
+        title, facts, blocks: the heading, JSON values, and bytes by name. Default of blocks: none.
     """
     style, script = (_bare("\n".join(map(asset, names))) for names in (styles, scripts))
     plain = json.dumps(facts, allow_nan=False, separators=(",", ":")).encode()
