@@ -99,6 +99,7 @@ def test_sums_of_each_example_and_in_parts_of_a_batch() -> None:
     (lambda: SumTarget([1], [2, 3]), "Pass equal shapes"),
     (lambda: SumTarget(torch.zeros(0).long(), torch.zeros(0).long()), "at least one"),
     (lambda: SumTarget([1.5], [2]), "SumTarget has positions=\\[1.5\\]"),
+    (lambda: SumTarget([[1], [1, 2]], [2]), "SumTarget has positions=.*integers"),
     (lambda: SumTarget([12], [2]), "position 12"),
     (lambda: SumTarget([1], [19]), "token 19"),
     (lambda: SumTarget(torch.ones(3, 2).long(), torch.ones(3, 2).long()), "3 examples"),

@@ -82,11 +82,15 @@ class SumTarget:
 
 def _listed(name: str, values: Any) -> Tensor:
     """Check integers (n,) or (B, n), and return them as (B, n)."""
-    found = torch.as_tensor(values).detach().cpu()
+    error = TargetError(
+        f"SumTarget has {name}={values!r}. Pass a list or tensor of integers, (n,) or (B, n)."
+    )
+    try:
+        found = torch.as_tensor(values).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as cause:
+        raise error from cause
     if found.is_floating_point() or found.dtype == torch.bool or found.dim() not in (1, 2):
-        raise TargetError(
-            f"SumTarget has {name}={values!r}. Pass a list or tensor of integers, (n,) or (B, n)."
-        )
+        raise error
     return (found[None] if found.dim() == 1 else found).long()
 
 
