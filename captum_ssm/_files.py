@@ -1,4 +1,4 @@
-"""Reading and writing of files, with errors that name the file; writes are complete or undone."""
+"""Read and write files: errors name the file, and a failed write leaves the old file unchanged."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def filling(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Replace a system error inside the ``with`` by a WriteError with the path and advice."""
+    """Convert an OSError inside the ``with`` to a WriteError with the path and a remedy."""
     try:
         yield
     except OSError as error:
@@ -96,7 +96,7 @@ def _moved_to(folder: Path) -> Iterator[Path]:
 
 
 def existing_folder(path: str | Path, holds: str) -> Path:
-    """Return ``path`` if it is a folder; otherwise raise an error that names its contents."""
+    """Return ``path`` if it is a folder; otherwise ask for the folder that contains ``holds``."""
     found = Path(path)
     if not found.is_dir():
         state = "is not a folder" if found.exists() else "does not exist"
@@ -133,7 +133,7 @@ def read_safetensors(path: Path, need: str) -> dict[str, Tensor]:
 
     Raises:
         DataNotFoundError: if there is no such file.
-        CheckpointError: if the header does not fit the file; it is checked before memory is used.
+        CheckpointError: if the file does not have the size that its header declares.
         ImportError: if safetensors is not installed.
     """
     safetensors = optional("safetensors", '"captum-ssm[hf]"', need)

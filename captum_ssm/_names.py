@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 
 def known_as(name: object, known: Iterable[str]) -> str | None:
-    """Return the known name that equals ``name`` in any spelling, or None.
+    """Return the known name that differs from ``name`` only in spelling, or None.
 
     Example:
         >>> from captum_ssm._names import known_as
@@ -23,7 +23,7 @@ def known_as(name: object, known: Iterable[str]) -> str | None:
 
 
 def meant(name: object, known: Iterable[str]) -> str:
-    """Return the most similar known name as a question for the end of an error.
+    """Return a question with the most similar known name, to append to an error message.
 
     Returns:
         A space and the question; empty if no known name is similar.

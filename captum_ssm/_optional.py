@@ -7,7 +7,7 @@ from typing import Any
 
 
 def optional(name: str, package: str, need: str) -> Any:
-    """Import an optional module; without it, the error says that ``need`` needs ``package``."""
+    """Import an optional module; if it is missing, the error asks to install ``package``."""
     try:
         return import_module(name)
     except ImportError as error:

@@ -31,8 +31,8 @@ class NoMixerError(CaptumSSMError, ValueError):
 class UnsupportedMixerError(CaptumSSMError, TypeError):
     """The model has a token mixer without an adapter.
 
-    An explanation of only the other mixers would be wrong.  Register an adapter; or pass ``layers``
-    if the listed mixers are all that must be explained.
+    An explanation without this mixer would be wrong. Register an adapter for it, or pass
+    ``layers`` to explain only the mixers that the message lists.
     """
 
 
@@ -46,7 +46,7 @@ class AdapterError(CaptumSSMError, RuntimeError):
 class ModelNotFoundError(CaptumSSMError, TypeError):
     """No ``torch.nn.Module`` was found from ``forward_func``.
 
-    Pass the module itself, or both: ``Method(function, model=module)``.
+    Pass the module itself, or a function and its module: ``Method(function, model=module)``.
     """
 
 
@@ -81,7 +81,7 @@ class PaddedExampleError(InputError):
 
 
 class ArgumentError(CaptumSSMError, TypeError):
-    """A function or class is called without a required argument, or with an unknown one.
+    """A required argument of a function or class is missing, or an argument is unknown.
 
     The message names the function and the accepted arguments.
     """
@@ -92,7 +92,7 @@ class OptionError(CaptumSSMError, ValueError):
 
 
 class LayerError(CaptumSSMError, ValueError):
-    """A layer has no activation to explain.
+    """A layer has no activation that can be explained.
 
     The layer is not a module of the model, did not run, ran several times, or is inside a mixer.
     """
@@ -125,7 +125,7 @@ class TrainingModeError(CaptumSSMError, RuntimeError):
 
 
 class CheckpointError(CaptumSSMError, ValueError):
-    """A file of weights does not fit the model."""
+    """A weights file is damaged or unsafe to read, or its weights do not fit the model."""
 
 
 class DataNotFoundError(CaptumSSMError, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Models in plain PyTorch, the small trained ones that ship, and their vocabularies."""
+"""Models in plain PyTorch, the small trained model that ships, and word vocabularies."""
 
 from .bundled import load_bundled, load_dictionary
 from .dna import (

@@ -1,4 +1,4 @@
-"""Loading of the small trained model that ships with the package, and of its dictionary."""
+"""Load the small trained model that ships with the package, and its dictionary of features."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FOLDERS = {weights.parent.name: weights.parent for weights in sorted(_HERE.glob
 
 #: The names of the bundled models.
 BUNDLED = tuple(_FOLDERS)
-#: The suffix of a dictionary's folder, behind the name of its model.
+#: Suffix of a dictionary's folder name, after the name of the bundled model.
 _DICTIONARY = "-dictionary"
 #: The folder of each dictionary, by the name of its bundled model.
 _DICTIONARIES = {
@@ -33,18 +33,18 @@ def load_bundled(
     """Load a bundled model and its vocabulary; nothing is downloaded.
 
     Args:
-        name: the model's name; only ``"recall-mamba"`` ships.  It is a ``MambaForCausalLM`` of
-            transformers, and answers the prompts of :mod:`captum_ssm.models.recall`.
+        name: the model's name; only ``"recall-mamba"`` ships. This transformers
+            ``MambaForCausalLM`` was trained on the prompts of :mod:`captum_ssm.models.recall`.
             Default: ``"recall-mamba"``.
-        folder: a folder of a model of this name by ``captum-ssm-bench train``. Default: None, the
-            package's.
+        folder: a folder that ``captum-ssm-bench train`` wrote for this model. Default: None, the
+            folder in the package.
 
     Returns:
         The model in evaluation mode on the CPU, and its :class:`~captum_ssm.models.WordVocabulary`.
 
     Raises:
         OptionError: when there is no such model.
-        CheckpointError: when the folder holds no model.
+        CheckpointError: when the folder does not contain a complete model.
         ImportError: when transformers or safetensors is not installed.
 
     Example:
@@ -66,16 +66,17 @@ def load_dictionary(
     """Load the dictionary of features that ships for a bundled model; nothing is downloaded.
 
     Args:
-        name: of the bundled model; only ``"recall-mamba"`` has one. Default: ``"recall-mamba"``.
-        folder: a folder of ``captum-ssm-bench train recall-mamba-dictionary``. Default: None, the
-            folder in the package.
+        name: the bundled model's name; only ``"recall-mamba"`` has a dictionary. Default:
+            ``"recall-mamba"``.
+        folder: a folder that ``captum-ssm-bench train recall-mamba-dictionary`` wrote. Default:
+            None, the folder in the package.
 
     Returns:
         The dictionary on the CPU; ``layer`` names the module whose output is encoded.
 
     Raises:
         OptionError: when no dictionary ships for the model.
-        CheckpointError: when the folder holds no dictionary.
+        CheckpointError: when the folder does not contain a dictionary.
         ImportError: when safetensors is not installed.
 
     Example:
@@ -85,13 +86,14 @@ def load_dictionary(
     """
     if name not in _DICTIONARIES:
         raise OptionError(
-            f"name={name!r}: no dictionary ships for it. Use one of {tuple(_DICTIONARIES)}."
+            f"name={name!r}: no dictionary ships for such a model. Use one of "
+            f"{tuple(_DICTIONARIES)}."
         )
     return SparseAutoencoder.load(_DICTIONARIES[name] if folder is None else folder)
 
 
 def weights_of(name: str) -> Path:
-    """Return the file of a bundled model's weights, beside its configuration, key and card.
+    """Return the path of a bundled model's weights file.
 
     Example:
         >>> from captum_ssm.models.bundled import weights_of
@@ -100,7 +102,7 @@ def weights_of(name: str) -> Path:
     """
     if name not in _FOLDERS:
         raise OptionError(
-            f"name={name!r}: no such bundled model. Use one of {BUNDLED}, "
-            "or load_bundled of captum_ssm_bench."
+            f"name={name!r}: no such bundled model. Use one of {BUNDLED}, or call "
+            "captum_ssm_bench.bundled.load_bundled, which has more models."
         )
     return _FOLDERS[name] / WEIGHTS

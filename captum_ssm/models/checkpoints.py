@@ -1,4 +1,4 @@
-"""Files of models that others made: refused with a reason before anything is allocated for them."""
+"""Read and check untrusted model files before memory is allocated for a model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ..errors import CaptumSSMError, CheckpointError, OptionError
 Weights = Mapping[str, Tensor]
 Model = TypeVar("Model", bound=nn.Module)
 
-#: The most layers, experts and classes that a configuration may ask for.  A model's modules are
-#: made one by one, so that these numbers cost time and memory before any weight is looked at.
+#: Largest accepted numbers of layers, experts and classes in a configuration. Building so many
+#: modules takes time and memory, before the sizes of the weights are checked.
 _MOST = {
     "num_hidden_layers": 4096,
     "num_layers": 4096,
@@ -43,21 +43,20 @@ def check_counts(settings: object, where: str) -> dict[str, Any]:
         settings: a configuration's settings; nested dicts are checked too.
         where: name of the configuration in errors.
 
-    Returns:
-        The same settings.
-
     Raises:
-        CheckpointError: when they are not a dict, or have too many layers, experts or classes.
+        CheckpointError: when the settings are not a dict, or such a number is too large.
     """
     if not isinstance(settings, dict):
-        raise CheckpointError(f"{where} holds a {type(settings).__name__}, not settings by name.")
+        raise CheckpointError(
+            f"{where} contains a {type(settings).__name__}; pass a JSON object of settings."
+        )
     for name, value in settings.items():
         if isinstance(value, dict):
             check_counts(value, where)
         elif name in _MOST and isinstance(value, int | float) and not value <= _MOST[name]:
             raise CheckpointError(
-                f"{where} has {name} = {value}; at most {_MOST[name]} are accepted. "
-                "Is the file damaged?"
+                f"{where} has {name} = {value}; at most {_MOST[name]} are accepted. Correct the "
+                "number, or download the file again."
             )
     return settings
 
@@ -66,20 +65,20 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     """Return the weights in a file, without running any code in it.
 
     Args:
-        path: a file of safetensors, or a torch file that holds the weights or a dict with the
-            weights as ``"model"`` or ``"state_dict"``.
+        path: a ``.safetensors`` file, or a torch file with the weights by name, or with a dict that
+            has the weights as ``"model"`` or ``"state_dict"``.
 
     Returns:
         Tensors on the CPU, by name.
 
     Raises:
-        CheckpointError: when the file is broken, would run code, or holds something else.
+        CheckpointError: when the file is damaged, would run code, or has no weights.
     """
     content: Any
     if path.suffix == ".safetensors":
         content = read_safetensors(path, str(path))
     else:
-        # checkpoints of published scripts hold a command line or plain bytes beside the weights
+        # published training scripts save their command line or plain bytes with the weights
         allow = getattr(torch.serialization, "safe_globals", None)
         harmless: list[Any] = [argparse.Namespace, io.BytesIO]
         with nullcontext() if allow is None else allow(harmless):
@@ -88,33 +87,34 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
             except pickle.UnpicklingError as error:
                 raise CheckpointError(
                     f"{path} cannot be read without running code in it, which is refused. If you "
-                    'trust it, save its weights alone: torch.save({"model": weights}, path).'
+                    'trust it, save only its weights: torch.save({"model": weights}, path).'
                 ) from error
             except (EOFError, LookupError, RuntimeError, TypeError, ValueError) as error:
                 raise CheckpointError(
-                    f"{path} is not a whole file of torch: {type(error).__name__}: {error}. Fetch "
-                    "or save it again."
+                    f"{path} is not a complete torch file: {type(error).__name__}: {error}. "
+                    "Download or save it again."
                 ) from error
     for name in ("model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(name), dict):
             content = content[name]
-    if isinstance(content, dict):  # how a kernel scaled numbers of eight bits, which are no weights
+    if isinstance(content, dict):  # settings of 8-bit kernels, which are not weights
         content = {k: w for k, w in content.items() if not str(k).endswith("._extra_state")}
     if not isinstance(content, dict) or not all(isinstance(w, Tensor) for w in content.values()):
         raise CheckpointError(
-            f'{path} holds no weights: expected a dict of tensors, or a dict with one as "model".'
+            f"{path} does not contain a dict of tensors, or such a dict as "
+            '"model" or "state_dict". Save the weights with torch.save(model.state_dict(), path).'
         )
     for key, weight in content.items():
         if weight.nbytes > weight.untyped_storage().nbytes():
             raise CheckpointError(
-                f"{path}: {key!r} has shape {tuple(weight.shape)}, more numbers than the file "
-                "holds. Save the weights as they are, not expanded."
+                f"{path}: {key!r} has shape {tuple(weight.shape)}, but the file contains fewer "
+                "numbers, as of an expanded tensor. Save weight.contiguous() instead."
             )
     return content
 
 
 def tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return names of weights that are not stored, each with the stored name of its parameter."""
+    """Map each weight name that is not stored to the stored name of the same shared parameter."""
     own = dict(model.named_parameters(remove_duplicate=False))
     stored = {id(own[name]): name for name in weights if name in own}
     return {
@@ -130,13 +130,13 @@ def filled(
     """Build a model from its weights, load them, and return it in evaluation mode.
 
     Args:
-        path: the file of the weights, for errors.
+        path: path of the weights file, for errors.
         kind: the kind of model with an article, for errors, such as ``"a Caduceus"``.
-        make: makes the model, of sizes that it infers from the weights.
-        weights: the weights by name; tied ones that are not stored are added.
+        make: function that builds the model, with sizes inferred from the weights.
+        weights: the weights by name; missing names of shared parameters are added.
 
     Raises:
-        CheckpointError: when the weights do not fit; it names the keys.
+        CheckpointError: when the weights do not fit the model; the message names the keys.
     """
     try:
         with torch.device("meta"):  # the weights come from the file
@@ -158,13 +158,13 @@ def _check_tied(model: nn.Module, weights: Weights) -> None:
         one = first.setdefault(id(parameter), name)
         if one != name and not torch.equal(weights[one], weights[name]):
             raise CheckpointError(
-                f"{one!r} and {name!r} are different, but the model shares them; models that do "
-                "not share them are not supported. Save the model with shared weights."
+                f"{one!r} and {name!r} are different, but this model class shares one parameter "
+                "for both. Save the model with shared weights."
             )
 
 
 def check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Raise an error with the keys if the names or shapes of model and weights differ."""
+    """Raise if the model's weights ``wanted`` and the file's ``found`` differ in name or shape."""
     complaints = [
         _listed("it lacks", [repr(k) for k in wanted if k not in found]),
         _listed("it has the unknown", [repr(k) for k in found if k not in wanted]),
@@ -178,21 +178,25 @@ def check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None
         ),
     ]
     if any(complaints):
-        raise CheckpointError("; ".join(c for c in complaints if c) + ".")
+        found_wrong = "; ".join(c for c in complaints if c)
+        raise CheckpointError(f"{found_wrong}. Pass weights that were saved from such a model.")
 
 
 def shape_of(weights: Weights, key: str, dims: int) -> torch.Size:
-    """Return the shape of a weight."""
+    """Return a weight's shape; raise unless the weight exists and has ``dims`` dimensions."""
     if key not in weights:
-        raise CheckpointError(f"its weights lack {key!r}.")
+        raise CheckpointError(f"its weights lack {key!r}. Pass all weights of such a model.")
     shape = weights[key].shape
     if len(shape) != dims:
-        raise CheckpointError(f"{key!r} has shape {tuple(shape)}, not {dims} dimensions.")
+        raise CheckpointError(
+            f"{key!r} has shape {tuple(shape)}, not {dims} dimensions. Pass weights of such a "
+            "model."
+        )
     return shape
 
 
 def layers_of(weights: Weights, prefix: str) -> int:
-    """Return the number of layers: 1 plus the greatest number after a prefix of weight names."""
+    """Return the number of layers: 1 plus the largest number that follows the prefix in names."""
     numbers = [key.removeprefix(prefix).split(".")[0] for key in weights if key.startswith(prefix)]
     return 1 + max((int(n) for n in numbers if n.isdigit()), default=0)
 
@@ -205,13 +209,13 @@ def check_sizes(**sizes: int) -> None:
 
 
 def check_complete(model: nn.Module, loading_info: Mapping[str, Any], where: str) -> None:
-    """Raise for weights that a checkpoint lacks, which transformers fills at random.
+    """Raise if weights of a checkpoint are missing, which transformers would fill with noise.
 
     Args:
         model: the model that was loaded.
-        loading_info: transformers' report, from ``output_loading_info=True``; tied weights do not
-            count as missing.
-        where: names the checkpoint in the error.
+        loading_info: the transformers report from ``output_loading_info=True``; tied weights do
+            not count as missing.
+        where: the checkpoint's name, for the error.
     """
     kept = model.state_dict().keys()  # buffers that are never saved cannot be missed
     complaints = [
@@ -220,14 +224,14 @@ def check_complete(model: nn.Module, loading_info: Mapping[str, Any], where: str
     ]
     if any(complaints):
         raise CheckpointError(
-            f"{where}: its weights do not fill its {type(model).__name__}, whose rest would be "
-            f"random: {'; '.join(c for c in complaints if c)}. Was it saved without its head, or "
-            "by another class? Save the whole model, or name its class in config.json."
+            f"{where}: its weights do not fill its {type(model).__name__}, and the rest would be "
+            f"random: {'; '.join(c for c in complaints if c)}. Save the whole model with its head, "
+            "and name the class that was saved in config.json."
         )
 
 
 def _misshapen(model: nn.Module, mismatched: Iterable[Any]) -> list[str]:
-    """Return names and shapes of weights with a wrong shape; in transformers 4 only names."""
+    """Describe weights with a wrong shape; transformers 4 reports their names, not the shapes."""
     named = [(x, "another") if isinstance(x, str) else (x[0], tuple(x[1])) for x in mismatched]
     own = model.state_dict()
     return [f"{k!r} ({a} instead of {tuple(own[k].shape)})" for k, a in sorted(named)]
@@ -235,18 +239,19 @@ def _misshapen(model: nn.Module, mismatched: Iterable[Any]) -> list[str]:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Raise errors of other packages as CheckpointError, with the model's name in front.
+    """Convert errors of other packages inside the ``with`` to a CheckpointError.
 
     Raises:
-        CheckpointError: in place of other packages' errors, except for missing packages, the system
-            and memory.
+        CheckpointError: with ``what`` before the original message. Errors of this package, and of
+            imports, the system and memory are raised unchanged.
     """
     try:
         yield
     except (CaptumSSMError, ImportError, OSError, MemoryError):
         raise
     except Exception as error:
-        raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
+        found = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{what} ({found}). Correct or download its files again.") from error
 
 
 def _listed(what: str, items: list[str]) -> str:

@@ -1,8 +1,7 @@
-"""Folders of small models, with their configuration.
+"""Load a small model from a folder with its configuration, weights and vocabulary.
 
-- ``config.json`` names the class, of transformers or of this package, and its arguments; for a
-  classifier of images or DNA also the classes. - ``model.safetensors`` holds the weights, tied ones
-  once. - ``vocab.json`` holds the words of a model that reads texts.
+``config.json`` has the model's class and arguments, and for image and DNA classifiers the names of
+the classes. ``model.safetensors`` has the weights. ``vocab.json`` has the words of a text model.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ WEIGHTS, CONFIG, VOCABULARY = "model.safetensors", "config.json", "vocab.json"
 PLAIN: dict[str, Callable[..., nn.Module]] = {
     each.__name__: each for each in (VisionMamba, VMamba, Caduceus, HyenaDNA)
 }
-#: Classes whose weights transformers saves under the names of its earlier versions.
+#: Classes whose weights transformers saves under parameter names of its earlier versions.
 _RENAMED = {"ViTForImageClassification"}
 
 
 def load_folder(folder: Path) -> tuple[nn.Module, WordVocabulary | tuple[str, ...]]:
-    """Load a model in evaluation mode on the CPU, and its vocabulary or classes.
+    """Load a model in evaluation mode on the CPU, and its vocabulary or class names.
 
     Returns:
-        The model, and its vocabulary or, without one, the names of its classes in order.
+        The model, and its vocabulary; for a model without a vocabulary, the ordered class names.
 
     Raises:
         DataNotFoundError: when a file is missing.
-        CheckpointError: when the configuration is wrong, the weights do not fit, or there is
-            neither vocabulary nor classes.
+        CheckpointError: when the configuration is wrong, the weights do not fit, or neither a
+            vocabulary nor class names are found.
         InputError: when the vocabulary is not a list of words.
         ImportError: when transformers or safetensors is not installed.
     """
     settings = read_config(folder)
-    # The initial weights are drawn and thrown away: the caller's random numbers stay as they were.
+    # the caller's random state is unchanged, although initial weights are drawn and discarded
     with torch.random.fork_rng(devices=[]):
         model = _model(folder, settings)
     words, classes = folder / VOCABULARY, settings.get("id2label")
@@ -55,8 +54,8 @@ def load_folder(folder: Path) -> tuple[nn.Module, WordVocabulary | tuple[str, ..
         return model, WordVocabulary.from_json(words)
     if not isinstance(classes, dict):
         raise CheckpointError(
-            f"{folder} names no words or classes: a model that reads texts needs {VOCABULARY} "
-            f"there, an image classifier id2label in {CONFIG}."
+            f"{folder} has neither a vocabulary nor class names. Add {VOCABULARY} for a model of "
+            f"texts, or id2label in {CONFIG} for an image or DNA classifier."
         )
     return model, tuple(classes.values())
 
@@ -79,8 +78,8 @@ def _class_of_transformers(folder: Path, named: object) -> Any:
     found = getattr(transformers, name, None) if isinstance(name, str) else None
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
         raise CheckpointError(
-            f"{folder / CONFIG} has architectures = {named!r}, not the name of a model of "
-            "transformers."
+            f"{folder / CONFIG} has architectures = {named!r}. Use a list with the name of one "
+            "transformers model class, such as ['MambaForCausalLM']."
         )
     return found
 
@@ -88,7 +87,7 @@ def _class_of_transformers(folder: Path, named: object) -> Any:
 def _filled(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
     """Return the model with its weights, after checking that the weights fit the model."""
     weights = read_safetensors(folder / WEIGHTS, "A bundled model")
-    with naming(f"{folder / CONFIG} makes no model"), torch.device("meta"):
+    with naming(f"no model can be built from {folder / CONFIG}"), torch.device("meta"):
         wanted = make()
     for name, stored in tied_names(wanted, weights).items():
         weights[name] = weights[stored]
@@ -102,22 +101,24 @@ def _filled(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
 
 
 def _renamed(folder: Path, model_class: Any) -> nn.Module:
-    """Return a model whose saved weights have other names, which transformers converts."""
-    with naming(f"{folder} holds no {model_class.__name__}"):
+    """Load a model whose weights transformers saves and loads under different names."""
+    with naming(f"{folder} does not contain a usable {model_class.__name__}"):
         loaded, found = model_class.from_pretrained(
             folder, output_loading_info=True, local_files_only=True
         )
     odd = {kind: sorted(found[kind]) for kind in ("missing_keys", "unexpected_keys") if found[kind]}
     if odd:
-        raise CheckpointError(f"{folder / WEIGHTS} does not fit {model_class.__name__}: {odd}.")
+        raise CheckpointError(
+            f"{folder / WEIGHTS} does not fit {model_class.__name__}: {odd}. Save the model again."
+        )
     model: nn.Module = loaded
     return model.eval()
 
 
 def model_of(class_name: str, settings: dict[str, Any]) -> Any:
-    """Return a new model of a named class of transformers.
+    """Return a new model of a transformers class, with random weights.
 
-    Other packages replace the models of transformers' Auto classes.
+    Auto classes are not used, because other packages replace their entries.
     """
     import transformers
 
@@ -126,5 +127,5 @@ def model_of(class_name: str, settings: dict[str, Any]) -> Any:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the settings of a saved model."""
+    """Return the settings in a saved model's ``config.json``, after checks of their sizes."""
     return check_counts(read_json(folder / CONFIG), str(folder / CONFIG))

@@ -1,4 +1,4 @@
-"""Image files, read with Pillow as their pixels."""
+"""Read image files with Pillow as tensors of pixels."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def check_pixels(name: str, size: Sequence[int]) -> None:
 
     Args:
         name: name of the image in errors.
-        size: width and height, in any order, as its file declares them.
+        size: width and height that the image file declares, in any order.
     """
     if math.prod(size) > _MOST_PIXELS:
         raise DataError(
             f"{name} declares {' x '.join(map(str, size))} pixels; at most {_MOST_PIXELS} are "
-            "read. Is the file damaged? If not, scale the image down."
+            "accepted. Scale the image down, or replace the file if it is damaged."
         )
 
 
 def read_image(path: Path) -> Tensor:
-    """Return an image file in RGB, (3, H, W), uint8."""
+    """Read an image file as RGB; return a tensor (3, H, W) of dtype uint8."""
     pillow = optional("PIL.Image", "pillow", f"Reading {path}")
     try:
         with pillow.open(path) as opened:
@@ -43,5 +43,7 @@ def read_image(path: Path) -> Tensor:
     except DataError:
         raise
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
-        raise DataError(f"{path} cannot be read as an image: {error}.") from None
+        raise DataError(
+            f"{path} cannot be read as an image: {error}. Pass a complete PNG or JPEG file."
+        ) from None
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()

@@ -1,12 +1,12 @@
-"""Multi-key recall in words: who owns which object?
+"""The recall task: a prompt says who owns which object, and asks for one owner's object.
 
-A prompt states several facts and ends in a question left open::
+A prompt states several facts and ends in an incomplete sentence, the question::
 
     today anna owns the red lamp . bob owns the kite . ? anna owns the
 
-The one right answer is the object of the asked name (``lamp``). The evidence is known exactly: the
-object of the asked fact, and that fact's name. The number of facts, filler words and adjectives
-vary, so the evidence is at no fixed position or distance from its name.
+The right next word is the object of the asked name (``lamp``). The evidence for this answer is
+known: the object and the name in the asked fact. Because the numbers of facts, filler words and
+adjectives vary, the position of the evidence varies, too.
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ MIN_FACTS, MAX_FACTS, MAX_FILLERS = 2, 8, 2
 
 @lru_cache(maxsize=1)
 def recall_vocabulary() -> WordVocabulary:
-    """Return the task's vocabulary: marks, *owns*, *the*, names, objects, adjectives, fillers.
-
-    Returns:
-        The vocabulary of 55 words, the same object at every call.
+    """Return the task's vocabulary of 55 words; every call returns the same object.
 
     Example:
         >>> from captum_ssm.models.recall import recall_vocabulary
@@ -57,11 +54,11 @@ def recall_vocabulary() -> WordVocabulary:
 
 @dataclass(frozen=True)
 class Fact:
-    """One stated fact and the positions of its two words in the prompt.
+    """One stated fact, and the positions of its owner and object in the prompt.
 
     Attributes:
-        name: who owns something.
-        value: the object that is owned.
+        name: the owner's name.
+        value: the owned object.
         name_position: position of the name, from 0.
         value_position: position of the object.
     """
@@ -74,13 +71,13 @@ class Fact:
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt with its gold answer and its gold sources.
+    """One prompt with its right answer and its gold sources, the positions of the evidence.
 
     Attributes:
-        words: the prompt, word by word.
+        words: the words of the prompt.
         tokens: the ids of ``words``.
-        facts: all facts in the order in which they are stated.
-        asked: the index in ``facts`` of the asked fact.
+        facts: all facts in the order of the prompt.
+        asked: the index of the asked fact in ``facts``.
         question_name_position: position of the asked name in the question.
     """
 
@@ -97,12 +94,12 @@ class Example:
 
     @property
     def answer(self) -> str:
-        """The right next word."""
+        """The right next word: the asked object."""
         return self.facts[self.asked].value
 
     @property
     def answer_id(self) -> int:
-        """The id of the right next word."""
+        """The token id of :attr:`answer`."""
         return self.tokens[self.value_position]
 
     @property
@@ -117,7 +114,7 @@ class Example:
 
     @property
     def source_positions(self) -> tuple[int, int]:
-        """The gold sources, the primary one first."""
+        """Both gold sources: the positions of the object and of the name in the asked fact."""
         return (self.value_position, self.name_position)
 
 
@@ -125,18 +122,15 @@ def parse_prompt(text: str) -> Example:
     """Read a prompt of the task, and find its gold answer and sources.
 
     Args:
-        text: facts and a question, their words and marks apart by spaces.
-
-    Returns:
-        The prompt with its facts.
+        text: facts and a question, with spaces between words and marks.
 
     Raises:
-        InputError: when a word is unknown, or the text does not have the form of the task.
+        InputError: when a word is unknown, or the text is not a prompt of this task.
 
     Example:
         >>> from captum_ssm.models.recall import parse_prompt
         >>> example = parse_prompt("anna owns the lamp . bob owns the kite . ? bob owns the")
-        >>> example.answer, example.source_positions# kite is at 8, the fact's bob at 5
+        >>> example.answer, example.source_positions  # kite is at 8, bob at 5
         ('kite', (8, 5))
     """
     words = tuple(text.split())
@@ -146,25 +140,29 @@ def parse_prompt(text: str) -> Example:
     asks = asked_name in NAMES and question == (ASK, asked_name, VERB, ARTICLE)
     if not asks or ASK in stated:
         raise InputError(
-            f"text={text!r}: a prompt must end in one question '{ASK} NAME {VERB} {ARTICLE}'."
+            f"text={text!r}: a prompt must end in one question '{ASK} NAME {VERB} {ARTICLE}'. Pass "
+            f"facts and a question, such as 'anna owns the lamp {STOP} {ASK} anna owns the'."
         )
 
     facts: list[Fact] = []
     start = 0
     while start < len(stated):
         if STOP not in stated[start:]:
-            raise InputError(f"text={text!r}: every fact must end in '{STOP}'.")
+            raise InputError(f"text={text!r}: add the missing '{STOP}' after the last fact.")
         stop = words.index(STOP, start)
         facts.append(_parse_fact(words, start, stop))
         start = stop + 1
     named = [fact.name for fact in facts]
     if named.count(asked_name) != 1:
-        raise InputError(f"text={text!r}: exactly one fact must be about {asked_name!r}.")
+        raise InputError(
+            f"text={text!r}: the question asks for {asked_name!r}, whom {named.count(asked_name)} "
+            "facts name. State exactly one fact with this name."
+        )
     return Example(words, tokens, tuple(facts), named.index(asked_name), len(stated) + 1)
 
 
 def _parse_fact(words: Sequence[str], start: int, stop: int) -> Fact:
-    """Read ``[FILLER ...] NAME owns the [ADJECTIVE] OBJECT`` from ``words[start:stop]``."""
+    """Parse the fact ``[FILLER ...] NAME owns the [ADJECTIVE] OBJECT`` in ``words[start:stop]``."""
     first = start
     while first < stop and words[first] in FILLERS:
         first += 1
@@ -178,29 +176,27 @@ def _parse_fact(words: Sequence[str], start: int, stop: int) -> Fact:
     )
     if not well_formed:
         raise InputError(
-            f"text has the fact {' '.join(words[start : stop + 1])!r}: a fact must read "
-            f"'[FILLER ...] NAME {VERB} {ARTICLE} [ADJECTIVE] OBJECT {STOP}'."
+            f"text has the fact {' '.join(words[start : stop + 1])!r}. Write each fact as "
+            f"'[FILLER ...] NAME {VERB} {ARTICLE} [ADJECTIVE] OBJECT {STOP}', such as "
+            f"'today anna {VERB} {ARTICLE} red lamp {STOP}'."
         )
     return Fact(plain[0], plain[3], first, stop - 1)
 
 
 def generate(count: int, seed: int | random.Random, n_facts: int | None = None) -> list[Example]:
-    """Draw examples; the same seed gives the same examples.
+    """Draw random prompts of the task; the same seed returns the same prompts.
 
-    Names are distinct within a prompt. Objects are drawn with replacement: a distractor can hold
-    the same object as the asked fact.
+    Names are distinct within a prompt. Objects are drawn with replacement, so two facts can have
+    the same object.
 
     Args:
         count: the number of examples.
-        seed: a seed, or a generator to draw from.
-        n_facts: the number of facts of every prompt, 1 to 20. Default: None, drawn anew for each,
-            from 2 to 8.
-
-    Returns:
-        The examples.
+        seed: a seed, or a random generator.
+        n_facts: the number of facts in every prompt, 1 to 20. Default: None, a random number from
+            2 to 8 for each prompt.
 
     Raises:
-        OptionError: when there are too few names, or ``count`` is below 0.
+        OptionError: when ``n_facts`` is not 1 to 20, or ``count`` is below 0.
 
     Example:
         >>> from captum_ssm.models.recall import generate
@@ -211,7 +207,7 @@ def generate(count: int, seed: int | random.Random, n_facts: int | None = None) 
         True
     """
     if n_facts is not None and not 1 <= n_facts <= len(NAMES):
-        raise OptionError(f"n_facts={n_facts}: use 1 to {len(NAMES)}, as there are so many names.")
+        raise OptionError(f"n_facts={n_facts}: use 1 to {len(NAMES)}, the number of names.")
     if count < 0:
         raise OptionError(f"count={count}: use 0 or more.")
     rng = seed if isinstance(seed, random.Random) else random.Random(seed)
@@ -245,11 +241,8 @@ def with_value(example: Example, fact: int, value: str) -> Example:
         fact: the index of the fact in ``example.facts``.
         value: the new object.
 
-    Returns:
-        A new example, as long as the old one.
-
     Raises:
-        OptionError: when the word is not an object of the task, or there is no such fact.
+        OptionError: when ``value`` is not an object of the task, or ``fact`` is not such an index.
 
     Example:
         >>> from captum_ssm.models.recall import parse_prompt, with_value
@@ -260,7 +253,7 @@ def with_value(example: Example, fact: int, value: str) -> Example:
     if value not in OBJECTS:
         raise OptionError(f"value={value!r} is not an object of the task. Use one of {OBJECTS}.")
     if not 0 <= fact < len(example.facts):
-        raise OptionError(f"fact={fact}: the prompt has {len(example.facts)}, counted from 0.")
+        raise OptionError(f"fact={fact}: use a fact's index, 0 to {len(example.facts) - 1}.")
     words = list(example.words)
     words[example.facts[fact].value_position] = value
     return parse_prompt(" ".join(words))

@@ -1,4 +1,4 @@
-"""Prompts of the recall task in batches, and a model's answers."""
+"""Batches of prompts of the recall task, and a model's answers to them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .recall import Example, recall_vocabulary
 class RecallBatch:
     """Examples padded on the left to one length.
 
-    Padding on the left keeps the open question at the last position of every row.
+    The padding is on the left, so the last token of each row ends the question.
 
     Attributes:
-        input_ids: ids, ``(batch, length)``.
+        input_ids: token ids, ``(batch, length)``.
         attention_mask: 1 for words and 0 for padding, ``(batch, length)``.
-        answer_ids: the right next word of each row, ``(batch,)``.
-        offsets: the number of padding positions of each row, ``(batch,)``; a position of an
-            example plus its offset is its column in ``input_ids``.
-        examples: the examples of the rows.
+        answer_ids: the token id of each example's answer, ``(batch,)``.
+        offsets: the number of padding positions in each row, ``(batch,)``. Token i of an example
+            is in column i plus the offset of ``input_ids``.
+        examples: the examples in the order of the rows.
     """
 
     input_ids: torch.Tensor
@@ -40,11 +40,8 @@ def collate(examples: Sequence[Example], device: torch.device | str = "cpu") -> 
         examples: the examples to pad, at least one.
         device: the tensors' device. Default: ``"cpu"``.
 
-    Returns:
-        The batch, as wide as the longest prompt.
-
     Raises:
-        InputError: when there is no example.
+        InputError: when ``examples`` is empty.
 
     Example:
         >>> from captum_ssm.models.recall import parse_prompt
@@ -56,7 +53,7 @@ def collate(examples: Sequence[Example], device: torch.device | str = "cpu") -> 
         ((2, 14), [5, 0])
     """
     if not examples:
-        raise InputError("examples is empty: a batch needs at least one.")
+        raise InputError("examples is empty. Pass at least one example.")
     lengths = torch.tensor([len(example.tokens) for example in examples], device=device)
     width = int(lengths.max())
     offsets = width - lengths
@@ -76,19 +73,19 @@ def collate(examples: Sequence[Example], device: torch.device | str = "cpu") -> 
 def predict(
     model: torch.nn.Module, examples: Sequence[Example], batch_size: int = 64
 ) -> torch.Tensor:
-    """Return the most likely next id after each prompt, over the whole vocabulary, ``(count,)``.
+    """Predict the next token of each prompt: the id with the largest logit.
 
     Args:
-        model: a causal language model in the manner of transformers, called with ``input_ids``
-            and ``attention_mask`` and answering with ``logits``.
+        model: a causal language model with the interface of transformers: it accepts ``input_ids``
+            and ``attention_mask``, and its output has ``logits``.
         examples: the prompts, at least one.
-        batch_size: how many prompts go through the model at once. Default: 64.
+        batch_size: the number of prompts in one forward pass. Default: 64.
 
     Returns:
-        The ids, (count,), on the CPU.
+        The token ids, (count,), on the CPU.
 
     Raises:
-        InputError: when there is no example.
+        InputError: when ``examples`` is empty.
         OptionError: when ``batch_size`` is below 1.
 
     Example:
@@ -101,7 +98,7 @@ def predict(
         'kite'
     """
     if not examples:
-        raise InputError("examples is empty: pass at least one prompt.")
+        raise InputError("examples is empty. Pass at least one prompt.")
     if batch_size < 1:
         raise OptionError(f"batch_size={batch_size}: use 1 or more.")
     device = next(model.parameters()).device
@@ -114,18 +111,15 @@ def predict(
 
 
 def accuracy(model: torch.nn.Module, examples: Sequence[Example], batch_size: int = 64) -> float:
-    """Return the share of prompts after which the right word is the most likely one.
+    """Return the share of prompts, 0 to 1, for which the model predicts the right next word.
 
     Args:
-        model: as in :func:`predict`.
+        model: a causal language model; see :func:`predict`.
         examples: the prompts, at least one.
-        batch_size: how many prompts go through the model at once. Default: 64.
-
-    Returns:
-        The share, from 0 to 1.
+        batch_size: the number of prompts in one forward pass. Default: 64.
 
     Raises:
-        InputError: when there is no example.
+        InputError: when ``examples`` is empty.
         OptionError: when ``batch_size`` is below 1.
 
     Example:

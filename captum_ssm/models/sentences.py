@@ -1,7 +1,7 @@
-"""A classifier's form of a sentence: its words, and one mark that reads the class.
+"""Convert sentences to a classifier's input: the words and a special word, the mark ``<cls>``.
 
-A language model reads the mark last and predicts the class as its next word. An encoder reads the
-mark first and has a head for classes there.
+The class is predicted at the mark. For a language model the mark is the last word, and the class is
+the predicted next word. For an encoder the mark is the first word, and the head returns the class.
 
 Shapes: B texts, L tokens of the longest.
 """
@@ -20,23 +20,20 @@ from torch import Tensor
 from ..errors import InputError
 from .vocabulary import PAD, UNKNOWN, WordVocabulary
 
-#: The special word at which the model predicts the class.
+#: The mark, a special word at whose position the model predicts the class.
 CLS = "<cls>"
-#: The words with which language models answer "negative" and "positive".
+#: The words that language models predict for the classes "negative" and "positive".
 CLASS_WORDS = ("<negative>", "<positive>")
 
-#: Words with their apostrophes, numbers, and runs of marks, so that ``:-)`` and ``...`` stay whole.
+#: Matches words with their apostrophes, numbers, and runs of marks such as ``:-)`` and ``...``.
 _WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)*|\d+|(?:[^\w\s]|_)+")
 
 
 def text_words(text: str) -> tuple[str, ...]:
-    """Return the words, numbers and runs of marks of a text, in small letters.
+    """Split a text into lower-case words, numbers and runs of punctuation marks.
 
     Args:
         text: the text to split.
-
-    Returns:
-        The words in their order.
 
     Example:
         >>> from captum_ssm.models import text_words
@@ -47,14 +44,12 @@ def text_words(text: str) -> tuple[str, ...]:
 
 
 def class_vocabulary(texts: Iterable[Sequence[str]], least: int = 1) -> WordVocabulary:
-    """Return the words of texts, after the special ones: padding, unknown, mark, classes.
+    """Build a vocabulary: the special words, then the words of texts in alphabetical order.
 
     Args:
         texts: the texts, each as a list of words.
-        least: how often a word must occur; rarer ones are unknown. Default: 1.
-
-    Returns:
-        The vocabulary; the words of the texts are in alphabetical order.
+        least: the lowest number of occurrences of a word in the vocabulary. Rarer words are
+            unknown. Default: 1.
 
     Example:
         >>> from captum_ssm.models import class_vocabulary
@@ -69,13 +64,13 @@ def class_vocabulary(texts: Iterable[Sequence[str]], least: int = 1) -> WordVoca
 
 @dataclass(frozen=True)
 class TextReader:
-    """Encodes texts for a classifier, and reads the class from its output.
+    """Encodes texts for a classifier, and selects the class logits from the model's output.
 
     Attributes:
-        vocabulary: made by :func:`class_vocabulary`.
-        encoder: whether the model reads the mark first and has a head for the classes; else it is a
-            language model.
-        longest: the most words of a text; the rest is left out. Default: 190.
+        vocabulary: the vocabulary from :func:`class_vocabulary`.
+        encoder: True for an encoder, with the mark before the text and a head for the classes;
+            False for a language model, with the mark after the text.
+        longest: the largest number of words of a text; further words are dropped. Default: 190.
 
     Example:
         >>> from captum_ssm.models import TextReader, class_vocabulary
@@ -94,24 +89,24 @@ class TextReader:
 
     @property
     def classes(self) -> tuple[int, int]:
-        """Indices of negative and positive in the model's output at the mark."""
+        """Indices of the classes negative and positive in the model's output at the mark."""
         if self.encoder:
             return 0, 1
         negative, positive = (self.vocabulary.id_of(word) for word in CLASS_WORDS)
         return negative, positive
 
     def ids(self, texts: Sequence[Sequence[str]], device: torch.device | str = "cpu") -> Tensor:
-        """Return the ids of texts with the mark, padded on the right, (B, L), int64.
+        """Return the token ids (B, L) of texts and their marks, padded on the right.
 
         Args:
             texts: the words of each text, at least one text.
             device: the tensor's device. Default: ``"cpu"``.
 
         Raises:
-            InputError: when there is no text.
+            InputError: when ``texts`` is empty.
         """
         if not texts:
-            raise InputError("texts is empty: pass the words of one text or more.")
+            raise InputError("texts is empty. Pass the words of at least one text.")
         mark, word_id = [self.mark_id], self.vocabulary.id_of
         rows = []
         for words in texts:
@@ -123,27 +118,25 @@ class TextReader:
 
     @property
     def mark_id(self) -> int:
-        """The id of the mark."""
+        """The token id of the mark ``<cls>``."""
         return self.vocabulary.id_of(CLS)
 
     def mark(self, ids: Tensor) -> Tensor:
-        """Return the position of the mark in each text, (B,), from its :meth:`ids` (B, L)."""
+        """Return the position of the mark in each text (B,), for token ids (B, L)."""
         return (ids == self.mark_id).long().argmax(-1)
 
     def words(self, ids: Tensor) -> Tensor:
-        """Return True for words of the text, not padding or the mark, of :meth:`ids` (B, L)."""
+        """Return a mask (B, L) of token ids: True for words, False for padding and the mark."""
         return (ids != self.vocabulary.pad_id) & (ids != self.mark_id)
 
     def logits(self, model: Any, ids: Tensor, embedded: Tensor | None = None) -> Tensor:
-        """Return a model's logits of negative and positive, (B, 2).
+        """Return a model's logits (B, 2) of the classes negative and positive.
 
         Args:
             model: a transformers model.
-            ids: the result of :meth:`ids`. Padding after a language model's mark needs no mask.
-            embedded: read in place of the ids' own embeddings, (B, L, E). Default: None.
-
-        Returns:
-            (B, 2), negative first.
+            ids: token ids from :meth:`ids`. A language model gets no mask, because its padding is
+                after the mark.
+            embedded: embeddings (B, L, E) that replace the embeddings of ``ids``. Default: None.
         """
         given = {"input_ids": ids} if embedded is None else {"inputs_embeds": embedded}
         if self.encoder:

@@ -1,4 +1,4 @@
-"""A word-level vocabulary: one known word, one id."""
+"""A word-level vocabulary, in which each word is one token."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ PAD, UNKNOWN = "<pad>", "<unk>"
 class WordVocabulary:
     """A map from whitespace-separated words to ids and back.
 
-    A word outside the vocabulary is an error, or ``<unk>`` if ``<unk>`` is among the words.
+    An unknown word is encoded as ``<unk>``, or is an error if the vocabulary has no ``<unk>``.
 
     Args:
-        words: all words, each once; the position of a word is its id. Id 0 is the padding word.
+        words: all words, without repetitions. The position of a word is its id; the word at
+            position 0 is the padding word.
 
     Raises:
-        InputError: when a word occurs twice, is empty or has a space in it.
+        InputError: when a word occurs twice, is empty or contains whitespace.
 
     Example:
         >>> from captum_ssm.models import WordVocabulary
@@ -35,27 +36,34 @@ class WordVocabulary:
         self.vocab: list[str] = list(words)
         self._ids = {word: i for i, word in enumerate(self.vocab)}
         if len(self._ids) != len(self.vocab):
-            raise InputError("the words of a vocabulary must be distinct; leave repeated words out")
+            repeated = next(word for word in words if self.vocab.count(word) > 1)
+            raise InputError(f"words contains {repeated!r} more than once. Pass each word once.")
         for word in self.vocab:
             if word.split() != [word]:
-                raise InputError(f"a word must be non-empty and without whitespace, got {word!r}")
+                raise InputError(
+                    f"words contains {word!r}. Pass non-empty words without whitespace."
+                )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} words)"
 
     @classmethod
     def from_json(cls, path: str | Path) -> WordVocabulary:
-        """Read a vocabulary from a JSON list of words, such as :meth:`to_json` writes.
+        """Read a vocabulary from a JSON file with a list of words, as written by :meth:`to_json`.
 
         Raises:
-            InputError: when the file holds something else.
+            InputError: when the file does not contain a JSON list of words.
         """
         try:
             words = json.loads(Path(path).read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{path} does not hold a JSON list of words: {error}.") from None
+            raise InputError(
+                f"{path} is not JSON: {error}. Pass a file with a JSON list of words."
+            ) from None
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            raise InputError(f"{path} does not hold a JSON list of words")
+            raise InputError(
+                f"{path} contains other JSON than a list of words. Pass a file of to_json()."
+            )
         return cls(words)
 
     def to_json(self, path: str | Path) -> None:
@@ -74,14 +82,14 @@ class WordVocabulary:
         return word in self._ids
 
     def id_of(self, word: str) -> int:
-        """Return the id of one word, or of ``<unk>``.
+        """Return the id of one word, or the id of ``<unk>`` for an unknown word.
 
         Raises:
-            InputError: when neither is in the vocabulary.
+            InputError: when the vocabulary has neither the word nor ``<unk>``.
         """
         found = self._ids.get(word, self._ids.get(UNKNOWN))
         if found is None:
-            raise InputError(f"unknown word {word!r}; the vocabulary is: {' '.join(self.vocab)}")
+            raise InputError(f"unknown word {word!r}. Use words of {' '.join(self.vocab)}")
         return found
 
     def encode(self, text: str) -> list[int]:
@@ -93,7 +101,7 @@ class WordVocabulary:
         return [self.id_of(word) for word in text.split()]
 
     def tokens(self, ids: Iterable[int]) -> list[str]:
-        """Return the word of each id, as labels; ids are numbers, or a tensor (L,).
+        """Return the word of each id, in a list; ``ids`` are integers, or a tensor (L,).
 
         Raises:
             InputError: when an id is outside the vocabulary.
@@ -101,7 +109,7 @@ class WordVocabulary:
         return [self._word_of(int(i)) for i in ids]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids, numbers or a tensor (L,); the inverse of :meth:`encode`.
+        """Join the words of ids by spaces; the inverse of :meth:`encode`.
 
         Raises:
             InputError: when an id is outside the vocabulary.
@@ -110,5 +118,5 @@ class WordVocabulary:
 
     def _word_of(self, i: int) -> str:
         if not 0 <= i < len(self.vocab):
-            raise InputError(f"id {i} is outside the vocabulary of {len(self.vocab)} words")
+            raise InputError(f"id {i} is outside the vocabulary. Use 0 to {len(self.vocab) - 1}.")
         return self.vocab[i]

@@ -111,8 +111,8 @@ def test_weights_that_are_missing_are_named_and_not_filled_at_random(tmp_path: P
         load(source)
     changed(folder, lose)
     message = (
-        r"mine: its weights do not fill its MambaForCausalLM, whose rest would be random: they "
-        r"lack 'backbone\.layers\.1\.mixer\.A_log', 'lm_head\.weight'\. Was it saved without"
+        r"mine: its weights do not fill its MambaForCausalLM, and the rest would be random: they "
+        r"lack 'backbone\.layers\.1\.mixer\.A_log', 'lm_head\.weight'\. Save the whole model with"
     )
     with pytest.raises(CheckpointError, match=message):
         load(source)

@@ -116,7 +116,7 @@ def test_bad_options() -> None:
     for options, what in (
         ({"pool": "sum"}, "pool='sum' is not known"),
         ({"n_layer": 0}, "n_layer=0: use 1 or more"),
-        ({"vocab_size": 12}, "complements names 16 tokens, but vocab_size=12"),
+        ({"vocab_size": 12}, "complements has 16 entries, but vocab_size=12"),
     ):
         with pytest.raises(OptionError, match=what):
             Caduceus(**options)  # type: ignore[arg-type]
@@ -187,7 +187,7 @@ def test_bad_one_hot_inputs() -> None:
     for shape in ((2, 9, 4), (2, 5, 9), (4, 9)):
         with pytest.raises(InputError, match=r"not one-hot DNA \(B, 4, L\)"):
             OneHot(model)(torch.zeros(shape))
-    with pytest.raises(OptionError, match="give the four ids"):
+    with pytest.raises(OptionError, match="pass the four ids"):
         OneHot(model, base_ids=[7, 8, 9])
     with pytest.raises(OptionError, match=r"Linear without get_input_embeddings"):
         OneHot(nn.Linear(2, 2))

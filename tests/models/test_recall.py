@@ -55,9 +55,9 @@ def test_parse_gives_back_what_was_generated() -> None:
     ("anna owns the lamp .", "one question"),
     ("anna owns the lamp . ? bob owns the", "exactly one fact"),
     ("anna owns the lamp . anna owns the kite . ? anna owns the", "exactly one fact"),
-    ("anna owns the lamp ? anna owns the", "must end in '.'"),
-    ("anna the lamp . ? anna owns the", "a fact must read"),
-    ("anna owns the red . ? anna owns the", "a fact must read"),
+    ("anna owns the lamp ? anna owns the", "add the missing '.'"),
+    ("anna the lamp . ? anna owns the", "Write each fact as"),
+    ("anna owns the red . ? anna owns the", "Write each fact as"),
 ])  # fmt: skip
 def test_malformed_prompts_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -99,7 +99,7 @@ def test_vocabulary() -> None:
     with pytest.raises(ValueError, match="outside the vocabulary"):
         vocabulary.decode([-1])
 
-    with pytest.raises(ValueError, match="distinct"):
+    with pytest.raises(ValueError, match="'a' more than once"):
         WordVocabulary(["a", "a"])
     for word in ("", "a b", " a"):
         with pytest.raises(ValueError, match="whitespace"):
@@ -142,7 +142,7 @@ EXAMPLE = parse_prompt("anna owns the lamp . ? anna owns the")
     (lambda: generate(-1, 0), OptionError, "count=-1: use 0 or more"),
     (lambda: generate(1, 0, 21), OptionError, "n_facts=21: use 1 to 20"),
     (lambda: with_value(EXAMPLE, 0, "red"), OptionError, "value='red' is not an object.*lamp"),
-    (lambda: with_value(EXAMPLE, 1, "kite"), OptionError, "fact=1: the prompt has 1"),
+    (lambda: with_value(EXAMPLE, 1, "kite"), OptionError, "fact=1: use a fact's index, 0 to 0"),
     (lambda: parse_prompt("lamp . ? anna owns the"), InputError, "text has the fact 'lamp .'"),
 ])  # fmt: skip
 def test_bad_calls(call: Callable[[], object], error: type[CaptumSSMError], message: str) -> None:

@@ -145,7 +145,7 @@ def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
     some = {name: weight for name, weight in whole.items() if not name.startswith("layers.1")}
     refused(some, r"lacks 'layers\.1.* and 9 more")
     for content in ([1, 2], {"model": {"a": 1}}, torch.zeros(2)):
-        refused(content, "holds no weights")
+        refused(content, "does not contain a dict of tensors")
     refused({"model": {}}, r"lack 'patch_embed\.proj\.weight'")
 
 

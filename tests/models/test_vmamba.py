@@ -83,7 +83,7 @@ def test_what_weights_do_not_tell(tmp_path: Path) -> None:
         assert not torch.allclose(load_vmamba(path)(images), model(images))
         told = load_vmamba(path, forward_type="v051d_noz_oact", act="gelu")
         assert torch.equal(told(images), model(images))
-    with pytest.raises(CheckpointError, match=r"forward_type='v05' has a gate, which its weights"):
+    with pytest.raises(CheckpointError, match=r"forward_type='v05' has a gate, but its weights lack"):
         load_vmamba(path, forward_type="v05")
 
 
@@ -125,7 +125,7 @@ def test_refusals(tmp_path: Path) -> None:
     for options, message in (
         ({"patch_embed": "v3"}, "patch_embed='v3' is not known"),
         ({"downsample": "none"}, "downsample='none' is not known"),
-        ({"dims": (4, 8, 16)}, "give one depth"),
+        ({"dims": (4, 8, 16)}, "pass one depth"),
         ({"forward_type": "v052dc"}, "forward_type='v052dc' is not supported"),
     ):
         with pytest.raises(OptionError, match=message):

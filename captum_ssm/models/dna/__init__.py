@@ -1,4 +1,4 @@
-"""Models of DNA in plain PyTorch, which load the official checkpoints."""
+"""DNA models in plain PyTorch, with loaders for the official checkpoints."""
 
 from .caduceus import (
     COMPLEMENTS,

@@ -1,4 +1,4 @@
-"""Caduceus: a bidirectional Mamba over DNA, one strand at a time or both alike."""
+"""Caduceus: a bidirectional Mamba for DNA, which reads one strand or both strands."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ...errors import OptionError
 from ..vim import VimMixer
 from .common import SMALL, Backbone, DNAModel, on_both
 
-#: By id, the token on the other strand: of A, C, G, T and N, which the tokenizers of
-#: Caduceus and HyenaDNA number 7 to 11, the complement; of all other tokens themselves.
+#: For each token id, the id of its complement on the opposite strand. In the tokenizers of Caduceus
+#: and HyenaDNA, A, C, G, T and N are 7 to 11; the other tokens are their own complements.
 COMPLEMENTS = (0, 1, 2, 3, 4, 5, 6, 10, 9, 8, 7, 11, 12, 13, 14, 15)
 
 #: A classifier's pooling of the tokens.
@@ -24,9 +24,9 @@ POOLS = ("mean", "max", "first", "last")
 
 
 class BiMamba(nn.Module):
-    """Two Mambas that read the tokens from either end and share the projections in and out.
+    """Two Mambas with shared input and output projections, one for each reading direction.
 
-    The output is fwd(h) + flip(rev(flip h)).
+    The output is fwd(h) + flip(rev(flip(h))), where flip reverses the order of the tokens.
 
     Args:
         d_model: width E of the tokens.
@@ -54,9 +54,10 @@ class BiMamba(nn.Module):
 
 
 class StrandsMixer(nn.Module):
-    """A mixer on both strands: on one half of the channels, and on the other half reversed.
+    """Apply one mixer to both strands, each in one half of the channels.
 
-    The second half of the channels holds the reverse complement, tokens and channels flipped.
+    The second half of the channels represents the reverse complement. Its tokens and channels are
+    reversed before the mixer and after the mixer.
 
     Args:
         submodule: the mixer of one strand.
@@ -76,13 +77,13 @@ class StrandsMixer(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the mixer's addition to the residual stream, (B, L, 2 E) to (B, L, 2 E)."""
         one, other = hidden_states.chunk(2, -1)
-        # side by side as examples: one call of the mixer takes half the time of two
+        # both strands in one batch: one call takes half the time of two
         one, other = self.submodule(torch.cat([one, other.flip(1, 2)])).chunk(2)
         return torch.cat([one, other.flip(1, 2)], -1)
 
 
 class StrandsNorm(nn.Module):
-    """A norm on both strands, under the names of checkpoints that were trained unfused.
+    """Apply one norm to both strands, with the parameter names of models without fused norms.
 
     Args:
         submodule: the norm of one strand.
@@ -104,12 +105,14 @@ class StrandsNorm(nn.Module):
 
 
 class StrandsEmbedding(nn.Module):
-    """Embeds tokens beside their complements, whose channels are flipped.
+    """Embed each token and its complement, in the two halves of the channels.
+
+    The channels of the complement's embedding are reversed.
 
     Args:
         vocab_size: number of tokens.
         d_model: width E of one strand.
-        complements: by id, the token on the other strand.
+        complements: the id of the complement, for each token id.
 
     Example:
         >>> import torch
@@ -127,20 +130,20 @@ class StrandsEmbedding(nn.Module):
         self.embedding = nn.Embedding(vocab_size, d_model)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Embed tokens (B, L) as vectors (B, L, 2 E)."""
+        """Return embeddings (B, L, 2 E) of token ids (B, L)."""
         weight = self.embedding.weight
-        # looked up once, so explanations find one input
+        # one lookup, because explanations expect one embedding layer
         table = torch.cat([weight, weight[self.complement_map].flip(-1)], -1)
         return F.embedding(input_ids, table)
 
 
 class StrandsHead(nn.Module):
-    """Logits of tokens, summed over both strands: on the other strand the complement's logit.
+    """Compute a token's logit as its logit on one strand plus its complement's on the other strand.
 
     Args:
         d_model: width E of one strand.
         vocab_size: number of tokens.
-        complements: by id, the token on the other strand.
+        complements: the id of the complement, for each token id.
 
     Example:
         >>> import torch
@@ -157,7 +160,7 @@ class StrandsHead(nn.Module):
         self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (B, L, V) of vectors (B, L, 2 E)."""
+        """Return logits (B, L, V) for the last hidden states (B, L, 2 E)."""
         one, other = x.chunk(2, -1)
         weight = self.lm_head.weight
         of_other = F.linear(other.flip(-1), weight[self.complement_map])
@@ -165,13 +168,13 @@ class StrandsHead(nn.Module):
 
 
 class CaduceusBlock(nn.Module):
-    """x + mixer(norm(x)); the fused form exchanges the strands in x before.
+    """A residual block: x + mixer(norm(x)); with ``exchange`` the strands in x are swapped before.
 
     Args:
         norm: the norm of one strand, or a :class:`StrandsNorm`.
-        mixer: mixes the tokens.
-        exchange: whether the halves of the channels are swapped, as in the published code with
-            fused norm and sum and both strands. Default: False.
+        mixer: the module that mixes the tokens.
+        exchange: whether to swap the halves of the channels, as the published code does for models
+            of both strands with fused norms. Default: False.
 
     Example:
         >>> import torch
@@ -200,28 +203,28 @@ class CaduceusBlock(nn.Module):
 class Caduceus(DNAModel):
     """Caduceus, with the parameter names of the released checkpoints.
 
-    Both kinds read the tokens from both ends. Ph reads one strand. PS (``rcps=True``) reads a
-    strand and its reverse complement with the same weights, so it is equivariant to the reverse
+    Both variants are bidirectional. Caduceus-Ph reads one strand. Caduceus-PS (``rcps=True``) reads
+    a strand and its reverse complement with the same weights, so it is equivariant to the reverse
     complement.
 
     Args:
         d_model: width E of one strand. Default: 256.
         n_layer: number of blocks. Default: 16.
-        vocab_size: number of tokens. Default: 16, of which A, C, G, T and N are 7 to 11.
-        rcps: whether both strands are read. Default: True.
+        vocab_size: number of tokens. Default: 16; the ids of A, C, G, T and N are 7 to 11.
+        rcps: whether the model reads both strands. Default: True.
         num_classes: number of sequence classes; None for logits of masked tokens. Default: None.
         pool: the classifier's pooling of tokens: ``"mean"``, ``"max"``, ``"first"`` or ``"last"``.
             Default: ``"mean"``.
-        fused: whether the model was trained with norm and sum fused, as the released ones were; the
-            published code exchanges the strands then. Default: True.
+        fused: whether the model was trained with fused norms, as the released models were. The
+            published code then swaps the strands in each block. Default: True.
         rms_norm: RMSNorm if True, else LayerNorm. Default: True.
         norm_epsilon: epsilon of the norms. Default: 1e-5.
-        complements: by id, the token on the other strand. Default: :data:`COMPLEMENTS`.
+        complements: the id of the complement, for each token id. Default: :data:`COMPLEMENTS`.
         **mixer_options: further arguments of :class:`BiMamba`.
 
     Raises:
-        OptionError: when ``pool`` is unknown, a size is below 1, or there are not as many
-            complements as tokens.
+        OptionError: when ``pool`` is unknown, a size is below 1, or ``complements`` does not have
+            ``vocab_size`` entries.
 
     Example:
         >>> import torch
@@ -250,8 +253,8 @@ class Caduceus(DNAModel):
         self._check(POOLS, pool, d_model=d_model, n_layer=n_layer, vocab_size=vocab_size)
         if rcps and len(complements) != vocab_size:
             raise OptionError(
-                f"complements names {len(complements)} tokens, but vocab_size={vocab_size}. Give "
-                "the token on the other strand for each id."
+                f"complements has {len(complements)} entries, but vocab_size={vocab_size}. Pass "
+                "the id of the complement for each token id."
             )
         self.rcps = rcps
 

@@ -1,4 +1,4 @@
-"""The parts that models of DNA have in common."""
+"""Base classes of the DNA models."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from ...errors import InputError, OptionError
 from ..checkpoints import check_sizes
 
-#: Standard deviation of weights before training.
+#: Standard deviation of initial weights.
 SMALL = 0.02
 
 
 class Backbone(nn.Module):
-    """Embeddings, blocks and the last norm, by their published names.
+    """The embedding layer, blocks and last norm, with the names of published checkpoints.
 
     Args:
-        word_embeddings: embeds the tokens.
+        word_embeddings: the embedding layer.
         layers: the blocks.
-        norm: the last norm, by its name.
+        norm: a dict of one entry, the last norm by its module name.
         by_strand: whether the last norm normalizes both strands separately. Default: False.
     """
 
@@ -40,7 +40,7 @@ class Backbone(nn.Module):
         self.by_strand = by_strand
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the head's input from embeddings, (B, L, E) or (B, L, 2 E)."""
+        """Return the head's input for embeddings; both are (B, L, E), or (B, L, 2 E)."""
         for layer in self.layers:
             x = layer(x)
         norm: nn.Module = getattr(self, self._norm)
@@ -49,9 +49,9 @@ class Backbone(nn.Module):
 
 
 class DNAModel(nn.Module):
-    """Base of the models of DNA: they read tokens or their embeddings."""
+    """Base class of the DNA models, whose input is token ids or embeddings."""
 
-    #: The classifier's pooling of tokens.
+    #: The pooling of tokens in a classifier.
     pool = "mean"
 
     def get_input_embeddings(self) -> nn.Module:
@@ -59,14 +59,14 @@ class DNAModel(nn.Module):
         raise NotImplementedError
 
     def _check(self, pools: Sequence[str], pool: str, **sizes: int) -> None:
-        """Raise unless the pooling of a classifier is known and sizes are 1 or more."""
+        """Set the pooling; raise if it is unknown, or if one of ``sizes`` is below 1."""
         if pool not in pools:
             raise OptionError(f"pool={pool!r} is not known. Use one of {tuple(pools)}.")
         check_sizes(**sizes)
         self.pool = pool
 
     def _pooled(self, x: Tensor) -> Tensor:
-        """Pool (B, L, E) to (B, E)."""
+        """Pool hidden states (B, L, E) over the tokens to (B, E)."""
         if self.pool == "mean":
             return x.mean(1)
         if self.pool == "max":
@@ -76,21 +76,19 @@ class DNAModel(nn.Module):
     def forward(
         self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None
     ) -> Tensor:
-        """Return logits of tokens.
+        """Return logits of tokens (B, L, V), or of classes (B, classes).
 
         Args:
-            input_ids: (B, L). Default: None, if embeddings are given.
-            inputs_embeds: output of :meth:`get_input_embeddings` for tokens, (B, L, ...). Default:
-                None.
-
-        Returns:
-            (B, L, V), or (B, classes) from a classifier.
+            input_ids: token ids (B, L). Default: None, use ``inputs_embeds``.
+            inputs_embeds: embeddings (B, L, ...) from :meth:`get_input_embeddings`. Default: None,
+                use ``input_ids``.
 
         Raises:
-            InputError: unless exactly one of the two is given.
+            InputError: unless exactly one of both arguments is passed.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise InputError("Give either input_ids or inputs_embeds, not both and not neither.")
+            passed = "neither" if input_ids is None else "both"
+            raise InputError(f"Pass either input_ids or inputs_embeds; got {passed} of them.")
         embedded = (
             self.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         )
@@ -101,6 +99,6 @@ class DNAModel(nn.Module):
 
 
 def on_both(module: nn.Module, x: Tensor) -> Tensor:
-    """Apply a module to each half of the channels, the second as its reverse complement."""
+    """Apply a module to each half of the channels, with the second half reversed."""
     one, other = x.chunk(2, -1)
     return torch.cat([module(one), module(other.flip(1, 2)).flip(1, 2)], -1)

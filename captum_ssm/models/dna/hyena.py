@@ -1,4 +1,4 @@
-"""HyenaDNA: gated convolutions as long as the sequence, whose filters a small network draws."""
+"""HyenaDNA: gated long convolutions, whose filters are computed by a small network."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from ...errors import InputError
 from .common import SMALL, Backbone, DNAModel
 
-#: The window of the released models' filters: it falls to this share of its height ...
+#: The released models multiply each filter by a window that decays to this value ...
 _FALLS_TO = 1e-2
-#: ... within these shares of the longest sequence, of the first channel and of the last ...
+#: ... within 1.5 times the longest sequence for the first channel, and 0.3 times for the last ...
 _SLOWEST, _FASTEST = 1.5, 0.3
-#: ... with this floor.
+#: ... and to which this constant is added.
 _FLOOR = 0.05
 #: The lowest frequency of the position features.
 _LOWEST = 1e-4
 
 
 class _Sine(nn.Module):
-    """The activation sin(freq x), with one trained frequency for each channel."""
+    """The activation sin(freq * x), with a trained frequency for each channel."""
 
     def __init__(self, width: int, freq: float) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class _Sine(nn.Module):
 
 
 class _Positions(nn.Module):
-    """Features of the positions: time from 0 to 1, and waves of rising frequency."""
+    """Features of each position: time from 0 to 1, and cosines and sines of rising frequencies."""
 
     t: Tensor
 
@@ -50,7 +50,7 @@ class _Positions(nn.Module):
 
 
 class _Window(nn.Module):
-    """A window that falls with time, exp(-t |delta|) + floor, faster from channel to channel."""
+    """A window exp(-t |delta|) + floor over time t, with a decay rate delta for each filter."""
 
     deltas: Tensor
 
@@ -60,12 +60,14 @@ class _Window(nn.Module):
         self.register_buffer("deltas", torch.linspace(slow, fast, width)[None, None])
 
     def forward(self, t: Tensor) -> Tensor:
-        """Return factors (1, L, width) of times (1, L, 1)."""
+        """Return the window's values (1, L, width) at times ``t`` (1, L, 1)."""
         return torch.exp(-t * self.deltas.abs()) + _FLOOR
 
 
 class HyenaFilter(nn.Module):
-    """The long filters: features of the positions, a network of sines, a window; and the bias.
+    """Long filters: a network with sine activations maps position features to filter values.
+
+    The values are multiplied by a window. The bias of the convolution is stored here, too.
 
     Args:
         width: number of filters.
@@ -93,7 +95,7 @@ class HyenaFilter(nn.Module):
         super().__init__()
         self.bias = nn.Parameter(torch.randn(width))
         self.pos_emb = _Positions(features, l_max)
-        sine = _Sine(filter_order, freq)  # one for all layers
+        sine = _Sine(filter_order, freq)  # shared by all layers
         layers: list[nn.Module] = [nn.Linear(features, filter_order), sine]
         for _ in range(inner):
             layers += [nn.Linear(filter_order, filter_order), sine]
@@ -110,17 +112,17 @@ class HyenaFilter(nn.Module):
 class HyenaOperator(nn.Module):
     """Hyena's mixer, with the parameter names of the published code.
 
-    With x0, x1, v = conv(in_proj(u)), conv short and h the long filter, it returns
+    With a short convolution conv, the long filter h and x0, x1, v = conv(in_proj(u)), it returns
 
         out_proj(x0 (h * (x1 v) + b x1 v))
 
-    Higher orders have more gates, each followed by its own filter.
+    Higher orders have more gates, each followed by a separate filter.
 
     Args:
         d_model: width E of the tokens.
-        l_max: tokens of the longest sequence.
+        l_max: number of tokens of the longest sequence.
         order: number of gates, 2 or more. Default: 2.
-        short_filter_order: taps of the short convolution. Default: 3.
+        short_filter_order: kernel size of the short convolution. Default: 3.
         **filter_options: further arguments of :class:`HyenaFilter`.
 
     Example:
@@ -152,13 +154,13 @@ class HyenaOperator(nn.Module):
         """Return the mixer's addition to the residual stream, (B, L, E) to (B, L, E).
 
         Raises:
-            InputError: for more tokens than the filters are long.
+            InputError: when the sequence has more than ``l_max`` tokens.
         """
         tokens = hidden_states.shape[1]
         if tokens > self.l_max:
             raise InputError(
-                f"{tokens} tokens were given, but the filters reach over l_max={self.l_max}. Pass "
-                "at most so many."
+                f"the input has {tokens} tokens, but the filters have l_max={self.l_max}. Pass at "
+                f"most {self.l_max} tokens."
             )
         projected = self.in_proj(hidden_states).mT  # (B, (order + 1) E, L)
         x, *gates, v = self.short_filter(projected)[..., :tokens].split(self.d_model, 1)
@@ -172,7 +174,7 @@ class HyenaOperator(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two layers with a GELU between."""
+    """A perceptron: two linear layers with a GELU between them."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -189,9 +191,9 @@ class HyenaBlock(nn.Module):
     """A block: x = x + mixer(norm1(x)), then x + mlp(norm2(x)).
 
     Args:
-        mixer: mixes the tokens.
+        mixer: the module that mixes the tokens.
         d_model: width E of the tokens.
-        d_inner: width within the mlp.
+        d_inner: hidden width of the mlp.
         eps: epsilon of the norms.
     """
 
@@ -215,13 +217,13 @@ class HyenaDNA(DNAModel):
     Args:
         d_model: width E of the tokens. Default: 128.
         n_layer: number of blocks. Default: 2.
-        d_inner: width within the mlps. Default: None, 4 E.
-        vocab_size: number of tokens. Default: 16, of which A, C, G, T and N are 7 to 11.
-        l_max: tokens of the longest sequence. Default: 1026.
+        d_inner: hidden width of the mlps. Default: None, 4 E.
+        vocab_size: number of tokens. Default: 16; the ids of A, C, G, T and N are 7 to 11.
+        l_max: number of tokens of the longest sequence. Default: 1026.
         num_classes: number of sequence classes; None for next-token logits. Default: None.
         pool: the classifier's pooling of tokens: ``"last"`` or ``"mean"``. Default: ``"last"``.
         norm_epsilon: epsilon of the norms. Default: 1e-5.
-        tie_embeddings: whether the head's weights are the embeddings. Default: True.
+        tie_embeddings: whether the head shares the weights of the embeddings. Default: True.
         **mixer_options: further arguments of :class:`HyenaOperator`.
 
     Raises:
@@ -284,7 +286,7 @@ class HyenaDNA(DNAModel):
 
     @torch.no_grad()
     def _start(self, n_layer: int) -> None:
-        """Initialize weights; scale those of layers that write to the residual stream by depth."""
+        """Initialize weights; the more blocks, the smaller for layers that add to the residual."""
         for name, weight in self.named_parameters():
             if weight.dim() < 2 or "filter" in name:
                 continue

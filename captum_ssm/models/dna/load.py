@@ -1,4 +1,4 @@
-"""Loading of checkpoints of DNA models, whose sizes are read off the weights."""
+"""Load checkpoints of DNA models; all sizes are inferred from the weights."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Weights = dict[str, Tensor]
 def load_caduceus(path: str | Path, **options: Any) -> Caduceus:
     """Load a Caduceus checkpoint, Ph or PS, such as the official ones; nothing is downloaded.
 
-    All sizes are inferred from the weights, and whether it was trained with norm and sum fused.
-    Options set the rest: ``pool`` of a classifier and ``norm_epsilon``. Both directions are added,
-    as in all released models.
+    All sizes, ``rcps`` and ``fused`` are inferred from the weights. Set ``norm_epsilon``, and
+    ``pool`` of a classifier, if they are not the defaults. The outputs of both reading directions
+    are added, as in all released models.
 
     Args:
-        path: a file of safetensors, or a torch file. It is read without running any code in it.
-        **options: arguments of :class:`~captum_ssm.models.Caduceus`, in place of inferred ones.
+        path: a ``.safetensors`` file, or a torch file, whose code is not run.
+        **options: arguments of :class:`~captum_ssm.models.Caduceus` that replace inferred values.
 
     Returns:
         The model in evaluation mode on the CPU, in the dtype of the file.
 
     Raises:
-        CheckpointError: when the weights do not fit a Caduceus; it names the keys.
+        CheckpointError: when the weights do not fit a Caduceus; the message names the keys.
 
     Example:
         >>> import tempfile, torch
@@ -54,18 +54,19 @@ def load_caduceus(path: str | Path, **options: Any) -> Caduceus:
 def load_hyenadna(path: str | Path, **options: Any) -> HyenaDNA:
     """Load a HyenaDNA checkpoint, such as the official ones; nothing is downloaded.
 
-    All sizes are inferred from the weights, with the names of the Hugging Face hub or of the first
-    release. Options set the rest: ``pool`` of a classifier and ``norm_epsilon``.
+    All sizes are inferred from the weights. The names of weights on the Hugging Face hub and in the
+    first release are accepted. Set ``norm_epsilon``, and ``pool`` of a classifier, if they are not
+    the defaults.
 
     Args:
-        path: a file of safetensors, or a torch file. It is read without running any code in it.
-        **options: arguments of :class:`~captum_ssm.models.HyenaDNA`, in place of inferred ones.
+        path: a ``.safetensors`` file, or a torch file, whose code is not run.
+        **options: arguments of :class:`~captum_ssm.models.HyenaDNA` that replace inferred values.
 
     Returns:
         The model in evaluation mode on the CPU, in the dtype of the file.
 
     Raises:
-        CheckpointError: when the weights do not fit a HyenaDNA; it names the keys.
+        CheckpointError: when the weights do not fit a HyenaDNA; the message names the keys.
 
     Example:
         >>> import tempfile, torch
@@ -89,18 +90,18 @@ def load_hyenadna(path: str | Path, **options: Any) -> HyenaDNA:
 def load_striped_hyena(path: str | Path, **options: Any) -> StripedHyena:
     """Load a StripedHyena 2 checkpoint, such as Evo 2; nothing is downloaded.
 
-    All sizes are inferred from the weights. Options set the rest: ``eps`` and ``rotary_scaling``,
-    by which the models for the longest sequences divide positions.
+    All sizes are inferred from the weights. Set ``eps`` if it is not the default, and
+    ``rotary_scaling``, the divisor of positions, for models of the longest sequences.
 
     Args:
-        path: a file of safetensors, or a torch file. It is read without running any code in it.
-        **options: arguments of :class:`~captum_ssm.models.StripedHyena`, in place of inferred ones.
+        path: a ``.safetensors`` file, or a torch file, whose code is not run.
+        **options: arguments of :class:`~captum_ssm.models.StripedHyena` that replace inferred ones.
 
     Returns:
         The model in evaluation mode on the CPU, in the dtypes of the file.
 
     Raises:
-        CheckpointError: when the weights do not fit a StripedHyena 2; it names the keys.
+        CheckpointError: when the weights do not fit a StripedHyena 2; the message names the keys.
 
     Example:
         >>> import tempfile, torch
@@ -125,18 +126,18 @@ def load_striped_hyena(path: str | Path, **options: Any) -> StripedHyena:
 
 
 def _under(prefix: str, weights: Weights) -> Weights:
-    """Return the weights of a separate backbone under the names of a whole model."""
+    """Rename the weights of a backbone without a head to the names in a whole model."""
     return {prefix + key if key.startswith("backbone.") else key: w for key, w in weights.items()}
 
 
 def _plain_hyena(key: str) -> str:
-    """Return the hub's name of a weight of the first release, which wrapped checkpointed parts."""
+    """Return the Hugging Face hub's name of a weight of the first release."""
     key = key.removeprefix("model.")
     return key.replace(".mixer.layer.", ".mixer.").replace(".mlp.layer.", ".mlp.")
 
 
 def _sizes_of_caduceus(weights: Weights) -> dict[str, Any]:
-    """Infer the arguments from the weights."""
+    """Infer the arguments of Caduceus from the names and shapes of weights."""
 
     def anywhere(name: str) -> bool:
         return any(name in key for key in weights)
@@ -168,7 +169,7 @@ def _sizes_of_caduceus(weights: Weights) -> dict[str, Any]:
 
 
 def _sizes_of_hyenadna(weights: Weights) -> dict[str, Any]:
-    """Infer the arguments from the weights."""
+    """Infer the arguments of HyenaDNA from the names and shapes of weights."""
     embeddings, first = (
         "hyena.backbone.embeddings.word_embeddings.weight",
         "hyena.backbone.layers.0.",
@@ -196,7 +197,7 @@ def _sizes_of_hyenadna(weights: Weights) -> dict[str, Any]:
 
 
 def _sizes_of_striped(weights: Weights) -> dict[str, Any]:
-    """Infer the arguments from the weights."""
+    """Infer the arguments of StripedHyena from the names and shapes of weights."""
     vocab, width = shape_of(weights, "embedding_layer.weight", 2)
     sizes: dict[str, Any] = {
         "hidden_size": width,

@@ -1,4 +1,4 @@
-"""Wrap a model that reads DNA tokens so that it reads one-hot DNA, as genomics packages do."""
+"""Wrap a model of DNA tokens, so that it accepts one-hot DNA as genomics packages use it."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ BASE_IDS = (7, 8, 9, 10)
 
 
 class OneHot(nn.Module):
-    """A model that reads one-hot DNA: the mixture of the bases' embeddings at each position.
+    """A model of one-hot DNA: each position is embedded as the weighted sum of bases' embeddings.
 
-    The input is mapped linearly to embeddings, so each base of each position has relevance:
-    ``LatimFlow(OneHot(model)).attribute(x, target=...)`` has the shape of x. A position may have no
-    base, with zeros.
+    Embeddings are linear in the input, so each base at each position has relevance, and
+    ``LatimFlow(OneHot(model)).attribute(x, target=...)`` has the shape of x. A position with zeros
+    has no base.
 
     Args:
-        model: has ``get_input_embeddings()``, and takes that layer's output as ``inputs_embeds``:
-            the models of this package, and most of transformers.
-        base_ids: the tokens of A, C, G and T. Default: ``(7, 8, 9, 10)``, as in Caduceus and
+        model: a model with ``get_input_embeddings()`` that accepts this layer's output as
+            ``inputs_embeds``, such as DNA models of this package and most transformers models.
+        base_ids: the token ids of A, C, G and T. Default: ``(7, 8, 9, 10)``, as in Caduceus and
             HyenaDNA.
-        bases_first: whether inputs are (B, 4, L), as tangermeme has them, or (B, L, 4).
+        bases_first: True for inputs (B, 4, L), as in tangermeme; False for (B, L, 4).
             Default: True.
-        before: tokens in front of the sequence. Default: none.
-        after: tokens behind the sequence, such as the tokenizers' ``[SEP]``. Default: none.
+        before: ids of tokens to insert before the sequence. Default: none.
+        after: ids of tokens to append, such as the tokenizers' ``[SEP]``. Default: none.
 
     Raises:
-        OptionError: when the model has no such layer, or there are not four bases.
+        OptionError: when the model has no ``get_input_embeddings``, or there are not four base ids.
 
     Example:
         >>> import torch
@@ -56,28 +56,28 @@ class OneHot(nn.Module):
         if not hasattr(model, "get_input_embeddings"):
             raise OptionError(
                 f"model is a {type(model).__name__} without get_input_embeddings(), so the "
-                "embeddings of the bases are not known. Pass a model that has it, or explain its "
-                "embeddings."
+                "embeddings of the bases are not known. Pass a model with this method, or explain "
+                "embeddings instead of one-hot DNA."
             )
         if len(base_ids) != 4:
-            raise OptionError(f"base_ids={tuple(base_ids)}: give the four ids of A, C, G and T.")
+            raise OptionError(f"base_ids={tuple(base_ids)}: pass the four ids of A, C, G and T.")
         self.model = model
         self.base_ids = tuple(base_ids)
         self.bases_first = bases_first
         self.before, self.after = tuple(before), tuple(after)
 
     def forward(self, one_hot: Tensor) -> Tensor:
-        """Return the model's output for bases (B, 4, L), or (B, L, 4) unless ``bases_first``.
+        """Return the model's output for one-hot DNA (B, 4, L), or (B, L, 4) unless ``bases_first``.
 
         Raises:
-            InputError: for another shape.
+            InputError: for a different shape.
         """
         bases = one_hot.mT if self.bases_first and one_hot.dim() == 3 else one_hot  # (B, L, 4)
         if bases.dim() != 3 or bases.shape[-1] != 4:
             wanted = "(B, 4, L)" if self.bases_first else "(B, L, 4)"
             raise InputError(
-                f"inputs of shape {tuple(one_hot.shape)} are not one-hot DNA {wanted}. Set "
-                "bases_first=True for (B, 4, L), False for (B, L, 4)."
+                f"inputs of shape {tuple(one_hot.shape)} are not one-hot DNA {wanted}. Pass this "
+                "shape, or set bases_first=True for (B, 4, L), False for (B, L, 4)."
             )
         table = self._embedded(self.base_ids, one_hot.device)  # (4, E)
         parts = []
@@ -89,14 +89,14 @@ class OneHot(nn.Module):
         return out
 
     def _around(self, ids: Sequence[int], like: Tensor) -> Tensor | None:
-        """Return the same tokens for each example, (B, n, E); None if there are none."""
+        """Return the embeddings (B, n, E) of tokens that are added to each example, or None."""
         if not ids:
             return None
         vectors = self._embedded(ids, like.device)
         return vectors.expand(len(like), *vectors.shape)
 
     def _embedded(self, ids: Sequence[int], device: torch.device) -> Tensor:
-        """Return the embeddings (n, E) of tokens, each looked up as a sequence of one token."""
+        """Return the embeddings (n, E) of token ids, each embedded as a sequence of one token."""
         layer = self.model.get_input_embeddings()  # type: ignore[operator]
         vectors: Tensor = layer(torch.tensor(ids, device=device)[:, None])
         return vectors[:, 0]

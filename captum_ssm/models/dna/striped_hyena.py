@@ -1,4 +1,4 @@
-"""StripedHyena 2, of Evo 2: gated convolutions of three lengths, and attention."""
+"""StripedHyena 2, the model of Evo 2: gated convolutions of three lengths, and attention."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ...errors import OptionError
 from .common import DNAModel
 from .hyena import long_conv
 
-#: Mixers of a block: short explicit, medium regularized or long implicit filters,
+#: The mixer of a block: short explicit, medium regularized or long implicit filters,
 #: or softmax attention.
 BlockKind = Literal["se", "mr", "li", "attention"]
 KINDS = ("se", "mr", "li", "attention")
-#: Explicit filters as long as this, or longer, are read from the token itself back, and have a
-#: weight for the token beside them; shorter ones are read towards the token.
+#: Explicit filters of this length or more start at lag 0, the current token, and add a skip weight
+#: D. The entries of shorter filters are in reverse order, with lag 0 last.
 LONG = 128
 
 
 class _ScaleNorm(nn.Module):
-    """x / (root mean square of x + eps), times a scale."""
+    """A norm: scale * x / (root mean square of x + eps)."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -38,20 +38,21 @@ class _ScaleNorm(nn.Module):
 
 
 class HyenaCascade(nn.Module):
-    """The convolutions of a block, with the parameter names of the published code.
+    """A block's gated convolution, with the parameter names of the published code.
 
-    Channels 3 i, 3 i + 1 and 3 i + 2 of the projected stream u belong to x2, x1 and v. With conv
-    short and h the filter of the block it returns
+    With a short convolution conv and the block's filter h, it returns for the projected input u
 
         x2 (h * (x1 v) + D x1 v)        where x2, x1, v = conv(u)
 
+    Channels 3 i, 3 i + 1 and 3 i + 2 of u become x2, x1 and v.
+
     Args:
         width: width E of the residual stream.
-        kind: ``"se"``, ``"mr"`` or ``"li"``.
-        length: taps of an explicit filter.
-        groups: explicit filters, each for adjacent channels.
-        state_size: exponentials of an implicit filter.
-        short_filter_length: taps of conv.
+        kind: ``"se"`` (short explicit), ``"mr"`` (medium regularized) or ``"li"`` (long implicit).
+        length: length of an explicit filter. Default: 7.
+        groups: number of explicit filters, each for adjacent channels. Default: 1.
+        state_size: number of exponentials in an implicit filter. Default: 16.
+        short_filter_length: kernel size of conv. Default: 3.
 
     Example:
         >>> import torch
@@ -94,7 +95,7 @@ class HyenaCascade(nn.Module):
         return taps.repeat_interleave(self.width // len(taps), 0)[:, :tokens]
 
     def forward(self, projected: Tensor) -> Tensor:
-        """Return the gated convolution of the projected stream, (B, L, 3 E) to (B, L, E)."""
+        """Return the gated convolution (B, L, E) of the projected input (B, L, 3 E)."""
         taps = self.short_filter_weight
         padded = F.pad(projected.mT, (taps.shape[-1] - 1, 0))
         short = F.conv1d(padded, taps, groups=len(taps))
@@ -108,7 +109,7 @@ class HyenaCascade(nn.Module):
 
 
 class _Rotary(nn.Module):
-    """Angles of the positions, by frequency."""
+    """Rotary position embeddings of queries and keys."""
 
     inv_freq: Tensor
 
@@ -119,7 +120,7 @@ class _Rotary(nn.Module):
         self.register_buffer("inv_freq", frequencies)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return both halves of the channels of x (B, L, H, P) turned by the angles."""
+        """Rotate channel pairs (i, i + P / 2) of x (B, L, H, P) by angles of their positions."""
         wide = torch.promote_types(x.dtype, torch.float32)
         time = torch.arange(x.shape[1], device=x.device).to(wide) / self.scaling
         angle = time[:, None, None] * self.inv_freq.to(wide)  # (L, 1, P / 2)
@@ -131,12 +132,12 @@ class _Rotary(nn.Module):
 class StripedAttention(nn.Module):
     """Causal softmax attention, with the parameter names of the published code.
 
-    The rows of ``Wqkv`` are queries, keys and values, head by head, as in the checkpoints.
+    The rows of ``Wqkv`` are, for each head, its queries, keys and values, as in the checkpoints.
 
     Args:
         width: width E of the residual stream.
         heads: number of heads.
-        base: of the rotary frequencies. Default: 1e4.
+        base: base of the rotary frequencies. Default: 1e4.
         scaling: divisor of positions. Default: 1.
 
     Example:
@@ -154,7 +155,7 @@ class StripedAttention(nn.Module):
         self.rotary_emb = _Rotary(width // heads, base, scaling)
 
     def parts(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated queries and keys, and values, (B, L, H, P) each, of (B, L, 3 E)."""
+        """Split (B, L, 3 E) into rotated queries, rotated keys, and values, each (B, L, H, P)."""
         query, key, values = qkv.view(*qkv.shape[:2], self.heads, 3, -1).unbind(3)
         return self.rotary_emb(query), self.rotary_emb(key), values
 
@@ -167,24 +168,24 @@ class StripedAttention(nn.Module):
 
 
 class _GatedMlp(nn.Module):
-    """l3(act(l1 x) l2 x)."""
+    """A gated perceptron: l3(act(l1 x) l2 x), where act is GELU or the identity."""
 
-    def __init__(self, width: int, inner: int, bends: bool) -> None:
+    def __init__(self, width: int, inner: int, has_gelu: bool) -> None:
         super().__init__()
-        self.bends = bends
+        self.has_gelu = has_gelu
         self.l1 = nn.Linear(width, inner, bias=False)
         self.l2 = nn.Linear(width, inner, bias=False)
         self.l3 = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the same shape as ``x`` (B, L, E)."""
-        gate = F.gelu(self.l1(x)) if self.bends else self.l1(x)
+        gate = F.gelu(self.l1(x)) if self.has_gelu else self.l1(x)
         out: Tensor = self.l3(gate * self.l2(x))
         return out
 
 
 class _StripedBlock(nn.Module):
-    """x + mixer(norm(x)), and the mlp of that added to it, by the names of the published code."""
+    """A block: x = x + mixer(norm(x)), then x + mlp(norm(x)), with the published names."""
 
     def __init__(self, mixer: nn.Module, mlp: nn.Module, width: int, eps: float) -> None:
         super().__init__()
@@ -199,7 +200,7 @@ class _StripedBlock(nn.Module):
             self.inner_mha_cls = mixer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the stream behind the block, (B, L, E) to (B, L, E)."""
+        """Return the residual stream after the block, (B, L, E) to (B, L, E)."""
         normed = self.pre_norm(x)
         if self.filter is None:
             mixed = self.inner_mha_cls(normed)
@@ -214,23 +215,23 @@ class StripedHyena(DNAModel):
     """StripedHyena 2, with the parameter names of the released checkpoints of Evo 2.
 
     Args:
-        layout: the mixers, block by block: ``"se"``, ``"mr"``, ``"li"`` or ``"attention"``.
-        hidden_size: width E of the stream. Default: 4096.
+        layout: the mixer of each block: ``"se"``, ``"mr"``, ``"li"`` or ``"attention"``.
+        hidden_size: width E of the residual stream. Default: 4096.
         vocab_size: number of tokens, which are bytes. Default: 512.
-        heads: of attention. Default: 32.
-        inner_mlp_size: width within the mlps. Default: 11008.
-        se_length: taps of a short filter. Default: 7.
-        mr_length: taps of a medium filter. Default: 128.
-        se_groups: short filters of a block. Default: 256.
-        mr_groups: medium filters of a block. Default: 256.
-        state_size: exponentials of a long filter. Default: 16.
-        short_filter_length: taps of the convolution behind the projection. Default: 3.
-        rotary_base: of attention's frequencies. Default: 1e4.
+        heads: number of attention heads. Default: 32.
+        inner_mlp_size: hidden width of the mlps. Default: 11008.
+        se_length: length of a short filter (``"se"``). Default: 7.
+        mr_length: length of a medium filter (``"mr"``). Default: 128.
+        se_groups: number of short filters in a block. Default: 256.
+        mr_groups: number of medium filters in a block. Default: 256.
+        state_size: number of exponentials in a long filter (``"li"``). Default: 16.
+        short_filter_length: kernel size of the convolution after the projection. Default: 3.
+        rotary_base: base of the rotary frequencies. Default: 1e4.
         rotary_scaling: divisor of positions in attention. Default: 1.
-        eps: of the norms. Default: 1e-6.
+        eps: epsilon of the norms. Default: 1e-6.
 
     Raises:
-        OptionError: for an unknown block, or widths that do not divide.
+        OptionError: for an unknown mixer, or if ``heads`` or groups do not divide ``hidden_size``.
 
     Example:
         >>> import torch
@@ -264,7 +265,9 @@ class StripedHyena(DNAModel):
             raise OptionError(f"layout={tuple(layout)!r}: use one of {KINDS} for each block.")
         for name, size in (("heads", heads), ("se_groups", se_groups), ("mr_groups", mr_groups)):
             if size < 1 or hidden_size % size:
-                raise OptionError(f"{name}={size} does not divide hidden_size={hidden_size}.")
+                raise OptionError(
+                    f"{name}={size} does not divide hidden_size={hidden_size}. Use a divisor of it."
+                )
         explicit = {"se": (se_length, se_groups), "mr": (mr_length, mr_groups)}
 
         def mixer(kind: str) -> nn.Module:

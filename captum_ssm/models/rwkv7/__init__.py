@@ -1,4 +1,4 @@
-"""RWKV-7 in plain PyTorch, which loads the published checkpoints."""
+"""RWKV-7 in plain PyTorch, with a loader for the published checkpoints."""
 
 from .load import load_rwkv7
 from .mixer import RWKV7TimeMix

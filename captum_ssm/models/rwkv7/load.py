@@ -1,4 +1,4 @@
-"""Loading of RWKV-7 checkpoints, whose sizes are read off the weights."""
+"""Load RWKV-7 checkpoints; all sizes are inferred from the weights."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from ...errors import CheckpointError
 from ..checkpoints import filled, read_checkpoint, shape_of
 from .model import RWKV7
 
-#: Weights of the first block in later checkpoints, which are not used.
+#: Unused weights of the first block in later checkpoints.
 _UNUSED = tuple(f"blocks.0.att.v{n}" for n in range(3))
 
 
 def load_rwkv7(path: str | Path) -> RWKV7:
     """Load an RWKV-7 language model, such as the published ``RWKV-x070-World-*.pth``.
 
-    Nothing is downloaded, and all sizes are inferred from the weights. Models with further parts,
-    such as embeddings within blocks, are refused.
+    Nothing is downloaded, and all sizes are inferred from the weights. Models with additional
+    weights, such as embeddings inside blocks, are refused.
 
     Args:
-        path: a torch file that holds the weights, or a file of safetensors. It is read without
-            running any code in it.
+        path: a torch file, whose code is not run, or a ``.safetensors`` file.
 
     Returns:
         The model in evaluation mode on the CPU, in the dtype of the file.
 
     Raises:
-        CheckpointError: when the weights do not fit an RWKV-7; it names the keys.
+        CheckpointError: when the weights do not fit an RWKV-7; the message names the keys.
 
     Example:
         >>> import tempfile, torch
@@ -50,21 +49,24 @@ def load_rwkv7(path: str | Path) -> RWKV7:
 
 
 def _sizes(weights: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the arguments of RWKV7."""
+    """Infer the arguments of RWKV7 from the shapes of weights."""
 
     def shape(key: str) -> torch.Size:
         found = shape_of(weights, key, 2)
         if 0 in found:
-            raise CheckpointError(f"{key!r} has shape {tuple(found)}, which holds no numbers.")
+            raise CheckpointError(
+                f"{key!r} has shape {tuple(found)}, which is empty. Save the weights again."
+            )
         return found
 
-    # blocks are counted, so that a number that is not reached makes none
+    # blocks are counted: the largest number in a damaged file could be huge
     blocks = {key.split(".")[1] for key in weights if key.startswith("blocks.")}
     vocab_size, width = shape("emb.weight")
     heads, head_size = shape("blocks.0.att.r_k")
     if heads * head_size != width:
         raise CheckpointError(
-            f"'blocks.0.att.r_k' has shape {(heads, head_size)}, which is not the width {width}."
+            f"'blocks.0.att.r_k' has shape {(heads, head_size)}, but 'emb.weight' has width {width}"
+            ", not their product. Pass the weights of one RWKV-7 model."
         )
     return {
         "vocab_size": vocab_size,

@@ -1,4 +1,4 @@
-"""The mixer of RWKV-7: a state that each token reads, and partly erases."""
+"""The mixer of RWKV-7, which updates its state with a generalized delta rule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...mixers.rwkv import entering, log_decay, unit
 from ...operators import DeltaRule
 
-#: The published code's epsilon of a head's variance.
+#: Epsilon of the group norm over heads, as in the published code.
 _NORM_EPS = 64e-5
 
 
@@ -22,12 +22,12 @@ class RWKV7TimeMix(nn.Module):
     Args:
         width: width E of the residual stream.
         head_size: channels of a head. Default: 64.
-        is_first: whether the mixer is in the first block, which mixes in no earlier values.
-            Default: False.
-        decay_rank: rank of the decays. Default: 64.
-        step_rank: rank of the steps. Default: 64.
-        value_rank: rank of the share of the first block's values. Default: 32.
-        gate_rank: rank of the gate. Default: 128.
+        is_first: whether the mixer is in the first block, whose values later blocks mix into
+            theirs. Default: False.
+        decay_rank: rank of the projection to decays. Default: 64.
+        step_rank: rank of the projection to step sizes. Default: 64.
+        value_rank: rank of the projection to the share of the first block's values. Default: 32.
+        gate_rank: rank of the projection to the gate. Default: 128.
 
     Example:
         >>> import torch
@@ -73,11 +73,11 @@ class RWKV7TimeMix(nn.Module):
         self.ln_x = nn.GroupNorm(width // head_size, width, eps=_NORM_EPS)
 
     def forward(self, hidden: Tensor, v_first: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the mixer's output, and the values of the first block, (B, L, E) each.
+        """Return the mixer's output, and the values of the first block, both (B, L, E).
 
         Args:
             hidden: the input (B, L, E).
-            v_first: the values of the first block. Default: None, this is the first.
+            v_first: the values of the first block. Default: None, this is the first block.
         """
         r, w, k, v, a, g = entering(self, hidden)
         g = torch.sigmoid(g @ self.g1) @ self.g2
@@ -101,12 +101,12 @@ class RWKV7TimeMix(nn.Module):
 
 
 def _precise(x: Tensor) -> Tensor:
-    """Return ``x`` in float32 at least, the precision of states."""
+    """Return ``x`` in float32 or a wider dtype, in which states are computed."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _Read(torch.autograd.Function):
-    """The state as read by tokens, differentiable in all its arguments."""
+    """The delta rule's output at each token, with gradients for all six arguments."""
 
     @staticmethod
     def forward(ctx: Any, r: Tensor, w: Tensor, k: Tensor, v: Tensor, e: Tensor, a: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""RWKV-7: embeddings, residual blocks of a mixer and a feed-forward part each, a norm, a head."""
+"""RWKV-7: embeddings, residual blocks with a mixer and a feed-forward layer, a norm and a head."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .mixer import RWKV7TimeMix
 
 
 class RWKV7FeedForward(nn.Module):
-    """W_v relu(W_k x)^2, x being each token mixed with the one before.
+    """The feed-forward layer W_v relu(W_k x)^2, where x mixes each token with its predecessor.
 
     Args:
-        width: of the stream, E.
-        inner: channels between. Default: None, four times the width.
+        width: width E of the residual stream.
+        inner: hidden width. Default: None, four times the width.
 
     Example:
         >>> import torch
@@ -34,18 +34,18 @@ class RWKV7FeedForward(nn.Module):
         self.value = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the addition to the stream, (B, L, E) to (B, L, E)."""
+        """Return the layer's addition to the residual stream, (B, L, E) to (B, L, E)."""
         out: Tensor = self.value(F.relu(self.key(x + shifted(x) * self.x_k)).square())
         return out
 
 
 class RWKV7Block(nn.Module):
-    """A block: x + att(ln1 x), then x + ffn(ln2 x); the first block norms its input.
+    """A block: x = x + att(ln1(x)), then x + ffn(ln2(x)); the first block normalizes its input.
 
     Args:
-        width: of the stream, E.
-        is_first: whether it is the first.
-        inner: channels of the feed-forward part. Default: None, four times the width.
+        width: width E of the residual stream.
+        is_first: whether this is the model's first block.
+        inner: hidden width of the feed-forward layer. Default: None, four times the width.
         **mixer_options: arguments of :class:`~captum_ssm.models.rwkv7.RWKV7TimeMix`.
 
     Example:
@@ -67,7 +67,7 @@ class RWKV7Block(nn.Module):
         self.ffn = RWKV7FeedForward(width, inner)
 
     def forward(self, x: Tensor, v_first: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the block's output, and the values of the model's first block."""
+        """Return the block's output, and the values of the first block's mixer."""
         x = self.ln0(x) if self.att.is_first else x
         out, v_first = self.att(self.ln1(x), v_first)
         x = x + out
@@ -75,18 +75,18 @@ class RWKV7Block(nn.Module):
 
 
 class RWKV7(nn.Module):
-    """A language model, with the parameter names of the published ``RWKV-x070`` checkpoints.
+    """An RWKV-7 language model, with the parameter names of ``RWKV-x070`` checkpoints.
 
-    The model computes in the dtype of its weights, and states in float32 at least. Padding is not
-    accepted: explain texts of different lengths one by one.
+    States are computed in float32 or wider, everything else in the dtype of the weights. Padding is
+    not accepted: explain texts of different lengths one by one.
 
     Args:
         vocab_size: number of tokens. Default: 65536.
-        width: of the stream, E. Default: 768.
+        width: width E of the residual stream. Default: 768.
         depth: number of blocks. Default: 12.
         head_size: channels of a head. Default: 64.
-        inner: channels of the feed-forward parts. Default: None, four times the width.
-        **ranks: ranks of :class:`~captum_ssm.models.rwkv7.RWKV7TimeMix`.
+        inner: hidden width of feed-forward layers. Default: None, four times the width.
+        **ranks: ranks of :class:`~captum_ssm.models.rwkv7.RWKV7TimeMix`, such as ``gate_rank``.
 
     Raises:
         OptionError: when the width is not a multiple of the head's size, or a size is below 1.
@@ -112,7 +112,7 @@ class RWKV7(nn.Module):
         check_sizes(vocab_size=vocab_size, width=width, depth=depth, head_size=head_size)
         if width % head_size:
             raise OptionError(
-                f"width={width} is not a multiple of head_size={head_size}. Use one that is."
+                f"width={width} is not a multiple of head_size={head_size}. Use a multiple of it."
             )
         self.emb = nn.Embedding(vocab_size, width)
         self.blocks = nn.ModuleList(
@@ -123,11 +123,11 @@ class RWKV7(nn.Module):
         self.head = nn.Linear(width, vocab_size, bias=False)
 
     def get_input_embeddings(self) -> nn.Embedding:
-        """Return the layer that looks up token ids, as in models of transformers."""
+        """Return the embedding layer of the token ids."""
         return self.emb
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return logits (B, L, V) of token ids (B, L), or embeddings (B, L, E)."""
+        """Return logits (B, L, V) for token ids (B, L) or embeddings (B, L, E)."""
         x = ids if ids.is_floating_point() else self.emb(ids)
         v_first = None
         for block in self.blocks:

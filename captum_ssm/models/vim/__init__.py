@@ -1,4 +1,4 @@
-"""Vision Mamba (Vim) in plain PyTorch, which loads the official checkpoints."""
+"""Vision Mamba (Vim) in plain PyTorch, with a loader for the official checkpoints."""
 
 from .builders import (
     register_with_timm,

@@ -1,4 +1,4 @@
-"""The released sizes of Vision Mamba, also under their published names."""
+"""Build the released sizes of Vision Mamba, with short names or with the published names."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from ...errors import OptionError
 from .model import VisionMamba
 
-#: Arguments that timm.create_model passes to every model.
+#: Arguments that timm.create_model passes to each builder; they are ignored here.
 _OF_TIMM = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 
 def vim_tiny(**options: Any) -> VisionMamba:
-    """Build Vim-Ti: E = 192, 24 blocks, 7 million parameters, random weights.
+    """Build Vim-Ti with random weights: width 192, 24 blocks, 7 million parameters.
 
     Args:
         **options: arguments of :class:`~captum_ssm.models.vim.VisionMamba`.
@@ -31,7 +31,7 @@ def vim_tiny(**options: Any) -> VisionMamba:
 
 
 def vim_small(**options: Any) -> VisionMamba:
-    """Build Vim-S: E = 384, 24 blocks, 26 million parameters, random weights.
+    """Build Vim-S with random weights: width 384, 24 blocks, 26 million parameters.
 
     Args:
         **options: arguments of :class:`~captum_ssm.models.vim.VisionMamba`.
@@ -42,7 +42,7 @@ def vim_small(**options: Any) -> VisionMamba:
     Example:
         >>> import torch
         >>> from captum_ssm.models import vim_small
-        >>> with torch.device("meta"):  # shapes alone, no memory
+        >>> with torch.device("meta"):  # only shapes, no memory
         ...     model = vim_small()
         >>> round(sum(weight.numel() for weight in model.parameters()) / 1e6)
         26
@@ -51,14 +51,14 @@ def vim_small(**options: Any) -> VisionMamba:
 
 
 def _published(make: Callable[..., VisionMamba], name: str) -> Callable[..., VisionMamba]:
-    """Return a builder that takes the keywords of the published code, under its published name."""
+    """Return a builder with the published name that accepts the published code's keywords."""
 
     def published(pretrained: bool = False, **options: Any) -> VisionMamba:
         return make(**_from_published(pretrained, options))
 
     variant = "patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2"
     published.__name__ = published.__qualname__ = f"{make.__name__}_{variant}"
-    published.__doc__ = f"""Build {name} by its published name and keywords.
+    published.__doc__ = f"""Build {name} with its published name and keywords.
 
     Args:
         pretrained: must be False, since nothing is downloaded. Default: False.
@@ -66,7 +66,7 @@ def _published(make: Callable[..., VisionMamba], name: str) -> Callable[..., Vis
             ``use_middle_cls_token``, or of :class:`~captum_ssm.models.vim.VisionMamba`.
 
     Returns:
-        The model, with random weights.
+        The model with random weights.
 
     Raises:
         OptionError: when ``pretrained`` is true.
@@ -90,10 +90,10 @@ vim_small_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div
 
 
 def register_with_timm() -> list[str]:
-    """Let ``timm.create_model`` find the published names; timm must be installed.
+    """Register the published names with ``timm.create_model``; timm must be installed.
 
     Returns:
-        The names.
+        The registered names.
 
     Raises:
         ImportError: when timm is not installed.
@@ -120,11 +120,11 @@ def _from_published(pretrained: bool, options: dict[str, Any]) -> dict[str, Any]
     """Convert the published keywords to keywords of :class:`VisionMamba`."""
     if pretrained:
         raise OptionError(
-            "pretrained=True: nothing is downloaded here. Download the checkpoint and call "
-            "captum_ssm.models.load_vim(path)."
+            "pretrained=True is not accepted, because nothing is downloaded. Download the "
+            "checkpoint and call captum_ssm.models.load_vim(path)."
         )
     options = {name: value for name, value in options.items() if name not in _OF_TIMM}
-    # the published names differ from copy to copy
+    # two spellings occur in copies of the published code
     if "if_devide_out" in options:
         options["if_divide_out"] = options.pop("if_devide_out")
     if "if_abs_pos_embed" in options:

@@ -1,4 +1,4 @@
-"""Loading of Vision Mamba checkpoints, whose sizes are read off the weights."""
+"""Load Vision Mamba checkpoints; all sizes are inferred from the weights."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _RELEASED = 224
 def load_vim(path: str | Path, **options: Any) -> VisionMamba:
     """Load a Vision Mamba checkpoint, such as the official ones; nothing is downloaded.
 
-    All sizes are inferred from the weights. Options set the rest: ``cls_token`` (``"middle"`` by
-    default), ``final_pool_type``, ``if_divide_out`` and ``norm_epsilon``. Pass ``pos_embed=False``
+    All sizes are inferred from the weights. Set ``cls_token``, ``final_pool_type``,
+    ``if_divide_out`` and ``norm_epsilon`` if they are not the defaults. Pass ``pos_embed=False``
     if there are no position embeddings, and ``img_size`` if the patch grid is not square. Pass
-    ``stride`` if patches overlap, except by half in images of 224 x 224.
+    ``stride`` if patches overlap, unless they overlap by half in images of 224 x 224.
 
     Args:
-        path: a file of safetensors, or a torch file that holds the weights or a dict with the
-            weights as ``"model"``. It is read without running any code in it.
-        **options: arguments of :class:`~captum_ssm.models.vim.VisionMamba`, in place of inferred
-            ones.
+        path: a ``.safetensors`` file; or a torch file, whose code is not run, with the weights or a
+            dict that has the weights as ``"model"``.
+        **options: arguments of :class:`~captum_ssm.models.vim.VisionMamba` that replace inferred
+            values.
 
     Returns:
         The model in evaluation mode on the CPU, in the dtype of the file.
 
     Raises:
-        CheckpointError: when the weights do not fit a Vision Mamba; it names the keys.
+        CheckpointError: when the weights do not fit a Vision Mamba; the message names the keys.
 
     Example:
         >>> import tempfile, torch
@@ -55,9 +55,9 @@ def load_vim(path: str | Path, **options: Any) -> VisionMamba:
 
 
 def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of VisionMamba, inferred from the weights, and the user's options."""
+    """Return the arguments of VisionMamba: values inferred from the weights, and the options."""
 
-    def anywhere(name: str) -> bool:  # so that a key that one layer lacks is found missing
+    def anywhere(name: str) -> bool:  # a weight of any layer: others are then reported missing
         return any(name in key for key in weights)
 
     embed_dim, channels, patch, _ = shape_of(weights, "patch_embed.proj.weight", 4)
@@ -89,7 +89,7 @@ def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _image(patches: int, patch: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return image size and stride for a number of patches that overlap by half or not at all."""
+    """Infer image size and stride from the number of patches, which overlap by half or not."""
     side = math.isqrt(patches)
     strides = [options["stride"]] if options.get("stride") else [patch, max(1, patch // 2)]
     image = options.get("img_size", _RELEASED)
@@ -99,16 +99,18 @@ def _image(patches: int, patch: int, options: Mapping[str, Any]) -> dict[str, An
             return {"img_size": image, "stride": stride}
     if side**2 != patches or "img_size" in options:
         raise CheckpointError(
-            f"'pos_embed' is for {patches} patches; give the size of the images that have so many "
-            "with img_size=(height, width), and stride=... if patches overlap."
+            f"'pos_embed' has {patches} patches, which does not fit img_size={image} with a stride "
+            f"of {strides}. Pass img_size=(height, width), and stride if patches overlap."
         )
     return {"img_size": (side - 1) * strides[0] + patch, "stride": strides[0]}
 
 
 def _usual_shape(weights: Weights, name: str, dims: int) -> torch.Size:
-    """Return the shape that most layers have, so only odd ones are refused."""
+    """Return a weight's shape in most layers, so that an error later names the odd layers."""
     keys = [k for k in weights if k.startswith("layers.") and k.endswith(f".mixer.{name}")]
     if not keys:
-        raise CheckpointError(f"its weights lack 'layers.0.mixer.{name}'.")
+        raise CheckpointError(
+            f"its weights lack 'layers.0.mixer.{name}'. Pass all weights of a Vision Mamba."
+        )
     usual = mode(weights[key].shape for key in keys)
     return shape_of(weights, next(key for key in keys if weights[key].shape == usual), dims)

@@ -1,4 +1,4 @@
-"""The mixer of Vision Mamba: a Mamba that reads the tokens from both ends."""
+"""The mixer of Vision Mamba: a Mamba that scans the tokens in both directions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ...errors import OptionError
 from ...operators.kernels.arithmetic import full_precision
 from ...operators.kernels.scan_backward import selective_scan
 
-#: The second direction's own weights: no such direction, A alone, or all but the projections in
-#: and out.
+#: Second direction of the scan: none; with its own A ("v1"); or with its own weights, except for
+#: the input and output projections ("v2").
 BimambaType = Literal["none", "v1", "v2"]
 
-#: The initial step sizes dt are log-uniform between these bounds.
+#: Bounds of the initial step sizes dt, which are drawn log-uniformly.
 _DT_MIN, _DT_MAX = 1e-3, 1e-1
 
 
@@ -27,21 +27,22 @@ class VimMixer(nn.Module):
     """Vision Mamba's mixer, with the parameter names of the published code.
 
     With x, z = in_proj(h), u = SiLU(conv(x)) and f(x, z) = SiLU(z) (scan(u) + D u), it returns
-    out_proj(y) for
+    out_proj(y). For each ``bimamba_type``, y is::
 
-        none y = f(x, z) v1 y = f(x, z) + SiLU(z) (flip scan_b(flip u) + D u), where scan_b differs
-        in A only v2 y = (f(x, z) + flip f_b(flip x, flip z)) / 2, where f_b has its own weights
+        none:  f(x, z)
+        v1:    f(x, z) + SiLU(z) (flip scan_b(flip u) + D u)     (scan_b has a separate A)
+        v2:    (f(x, z) + flip f_b(flip x, flip z)) / 2          (f_b has separate weights)
 
     Args:
         d_model: width E of the tokens.
-        d_state: N. Default: 16.
-        d_conv: taps of the convolutions. Default: 4.
-        d_inner: D, channels. Default: None, 2 E.
+        d_state: number N of states per channel. Default: 16.
+        d_conv: kernel size of the convolutions. Default: 4.
+        d_inner: number D of channels. Default: None, 2 E.
         dt_rank: rank of the projection to dt. Default: None, E / 16 rounded up.
-        bias: whether the projections in and out have biases. Default: False.
-        conv_bias: whether the convolutions have. Default: True.
-        bimamba_type: ``"none"``, ``"v1"`` or ``"v2"``. Default: ``"v2"``.
-        if_divide_out: whether v2 halves the sum. Default: True.
+        bias: whether the input and output projections have biases. Default: False.
+        conv_bias: whether the convolutions have biases. Default: True.
+        bimamba_type: ``"none"``, ``"v1"`` or ``"v2"``, as above. Default: ``"v2"``.
+        if_divide_out: whether v2 divides the sum of both directions by 2. Default: True.
         init_layer_scale: initial factor gamma on the output. Default: None, no factor.
 
     Raises:
@@ -110,7 +111,7 @@ class VimMixer(nn.Module):
         return out if self.gamma is None else out * self.gamma
 
     def _select(self, x: Tensor, suffix: str) -> tuple[Tensor, ...]:
-        """Return u and dt before bias and softplus (B, D, L), B and C (B, N, L)."""
+        """Return u and dt before bias and softplus, both (B, D, L), and B and C, both (B, N, L)."""
         conv, x_proj, dt_proj = self._modules_of(suffix)
         u = F.silu(conv(x)[..., : x.shape[-1]])
         rank, state = dt_proj.weight.shape[1], self.A_log.shape[1]
@@ -118,7 +119,7 @@ class VimMixer(nn.Module):
         return u, F.linear(t, dt_proj.weight).mT, b.mT, c.mT
 
     def _scan(self, parts: Sequence[Tensor], a_log: str, suffix: str) -> Tensor:
-        """Return SiLU(z) (scan(u) + D u), where parts are u, dt, B, C and z."""
+        """Return SiLU(z) (scan(u) + D u); ``parts`` are u, dt, B, C and z."""
         u, dt, b, c, z = parts
         rates, skip = getattr(self, a_log), getattr(self, f"D{suffix}")
         return scan(u, dt, rates, b, c, skip, self._modules_of(suffix)[2].bias, z)
@@ -140,20 +141,20 @@ def scan(
     bias: Tensor,
     z: Tensor | None = None,
 ) -> Tensor:
-    """Return SiLU(z) (scan(u) + D u) in float32 at least, (B, D, L).
+    """Return the gated selective scan SiLU(z) (scan(u) + D u), (B, D, L), in float32 or wider.
 
     Args:
         u: values (B, D, L).
-        dt: steps before bias and softplus (B, D, L).
-        a_log: logarithms of the rates (D, N).
-        b, c: (B, N, L).
-        skip: D, (D,).
-        bias: the bias of the steps (D,).
-        z: the gate's input (B, D, L). Default: None, no gate.
+        dt: step sizes before bias and softplus (B, D, L).
+        a_log: logarithms of the decay rates (D, N).
+        b, c: the scan's input and output projections B and C, (B, N, L).
+        skip: the skip weights D, (D,).
+        bias: the bias of the step sizes (D,).
+        z: the gate before its SiLU (B, D, L). Default: None, no gate.
     """  # fmt: skip
     precise = torch.promote_types(u.dtype, torch.float32)
     function = scan_function(u.is_cuda and precise == torch.float32)
-    # the kernel computes in float32 inside, and takes token-dependent factors as they are
+    # the kernel converts its inputs to float32 itself
     dtype = precise if function is selective_scan else u.dtype
     with full_precision(u.device):
         u, dt, b, c = (x.to(dtype) for x in (u, dt, b, c))
@@ -166,7 +167,7 @@ def scan(
 
 @cache
 def scan_function(cuda: bool) -> Callable[..., Any]:
-    """Return mamba_ssm's kernel if there is one, else the scan of this package."""
+    """Return the CUDA kernel of mamba_ssm if it is installed, else this package's scan."""
     if not cuda:
         return selective_scan
     try:
@@ -178,7 +179,7 @@ def scan_function(cuda: bool) -> Callable[..., Any]:
 
 
 def step_projection(rank: int, inner: int) -> nn.Linear:
-    """Return the projection to step sizes before their softplus, which start log-uniformly."""
+    """Return a projection to step sizes before softplus, with log-uniform initial step sizes."""
     layer = nn.Linear(rank, inner)
     with torch.no_grad():
         nn.init.uniform_(layer.weight, -(rank**-0.5), rank**-0.5)

@@ -1,4 +1,4 @@
-"""Vision Mamba: patches and cls tokens, residual blocks of mixers, a norm, a head."""
+"""Vision Mamba: embedded patches with class tokens, residual mixer blocks, a norm and a head."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from ...errors import OptionError
 from ..checkpoints import check_sizes
 from .mixer import BimambaType, VimMixer
 
-#: Place of the cls token: behind the first half of the patches, in front of them, behind
-#: them; two of them, in front and behind; or none.
+#: Position of the class token: after the first half of the patches, before all patches, or after
+#: all patches; "double" has two tokens, before and after the patches.
 ClsToken = Literal["middle", "head", "end", "double", "none"]
 
 CLS_TOKENS = ("middle", "head", "end", "double", "none")
 POOLS = ("none", "mean", "max", "all")
 
-_SMALL = 0.02  # standard deviation of embeddings and head before training
+_SMALL = 0.02  # standard deviation of initial embeddings and head weights
 
 
 class PatchEmbed(nn.Module):
-    """Images (B, C, H, W) to a grid of embedded patches (B, E, h, w)."""
+    """Convert images (B, C, H, W) to a grid of embedded patches (B, E, h, w)."""
 
     def __init__(self, channels: int, embed_dim: int, patch_size: int, stride: int) -> None:
         super().__init__()
@@ -38,11 +38,11 @@ class PatchEmbed(nn.Module):
 
 
 class VimBlock(nn.Module):
-    """x + mixer(norm(x)), where x keeps at least the precision of float32.
+    """A residual block x + mixer(norm(x)), where x is in float32 or wider.
 
     Args:
         norm: a norm of width E.
-        mixer: mixes the tokens.
+        mixer: the module that mixes the tokens.
 
     Example:
         >>> import torch
@@ -66,26 +66,27 @@ class VimBlock(nn.Module):
 class VisionMamba(nn.Module):
     """Vision Mamba, with the parameter names of the official checkpoints.
 
-    Images of another size than ``img_size`` are accepted: the position embeddings are
-    interpolated.
+    Images of different sizes than ``img_size`` are accepted, with interpolated position embeddings.
 
     Args:
         img_size: height and width of the images, or one number for both. Default: 224.
         patch_size: side of the patches. Default: 16.
         stride: distance between patches. Default: None, the patch size.
         depth: number of blocks. Default: 24.
-        embed_dim: E. Default: 192.
+        embed_dim: width E of the tokens. Default: 192.
         channels: color channels of the images. Default: 3.
-        num_classes: classes; 0 for the pooled features alone. Default: 1000.
-        cls_token: ``"middle"``, ``"head"``, ``"end"``, ``"double"`` (the mean of the first and the
-            last token) or ``"none"``. Default: ``"middle"``.
-        final_pool_type: the head's input without a cls token: ``"none"`` (the last token),
-            ``"mean"`` of the tokens, ``"max"`` over tokens of each logit, or ``"all"`` tokens.
-            Default: ``"none"``.
+        num_classes: number of classes; 0 to return the pooled features. Default: 1000.
+        cls_token: position of the class token: ``"middle"``, ``"head"`` (first), ``"end"``,
+            ``"double"`` (the mean of a first and a last token) or ``"none"``. Default:
+            ``"middle"``.
+        final_pool_type: pooling without a class token: ``"none"`` (the last token), ``"mean"``
+            over tokens, ``"max"`` of each logit over tokens, or ``"all"`` (no pooling). Default:
+            ``"none"``.
         pos_embed: whether there are position embeddings. Default: True.
         rms_norm: RMSNorm if True, else LayerNorm. Default: True.
         norm_epsilon: epsilon of the norms. Default: 1e-5.
-        bimamba_type: see :class:`~captum_ssm.models.vim.VimMixer`. Default: ``"v2"``.
+        bimamba_type: weights of the second scan direction; see
+            :class:`~captum_ssm.models.vim.VimMixer`. Default: ``"v2"``.
         if_divide_out: whether the sum of both directions is halved (v2 only). Default: True.
         **mixer_options: further arguments of :class:`~captum_ssm.models.vim.VimMixer`.
 
@@ -136,8 +137,8 @@ class VisionMamba(nn.Module):
         check_sizes(stride=stride, depth=depth, embed_dim=embed_dim, channels=channels)
         if not 1 <= patch_size <= (side := min(height, width)):
             raise OptionError(
-                f"patch_size={patch_size} does not fit images whose shorter side, by img_size, is "
-                f"{side}. Use patches of 1 to {side} pixels."
+                f"patch_size={patch_size} does not fit img_size={img_size}. Use a patch_size from "
+                f"1 to {side}, or larger images."
             )
         self.grid = (height - patch_size) // stride + 1, (width - patch_size) // stride + 1
         self.patch_embed = PatchEmbed(channels, embed_dim, patch_size, stride)
@@ -178,7 +179,7 @@ class VisionMamba(nn.Module):
             nn.init.zeros_(self.head.bias)
 
     def cls_positions(self, patches: int) -> list[int]:
-        """Return the positions of the cls tokens among ``patches``: one, two or none."""
+        """Return the positions of the class tokens in the sequence of ``patches`` patches."""
         positions: dict[str, list[int]] = {
             "middle": [patches // 2],
             "head": [0],
@@ -189,13 +190,13 @@ class VisionMamba(nn.Module):
         return positions[self.cls]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits (B, classes) of images (B, C, H, W), or (B, L, classes) of all tokens."""
+        """Return logits (B, classes) of images (B, C, H, W), or of all tokens (B, L, classes)."""
         out: Tensor = self.head(self.forward_features(images))
         pooled_last = self.cls == "none" and self.final_pool_type == "max"
         return out.amax(1) if pooled_last else out
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """Return the head's input (B, E), or (B, L, E) of all tokens, of images (B, C, H, W)."""
+        """Return the head's input for images (B, C, H, W): (B, E), or for all tokens (B, L, E)."""
         x: Tensor = self.patch_embed(images)
         grid = x.shape[2], x.shape[3]
         x = self._with_cls(x.flatten(2).transpose(1, 2))  # (B, L, E)
@@ -223,7 +224,7 @@ class VisionMamba(nn.Module):
         return torch.cat([x[:, :at], self.cls_token.expand(len(x), -1, -1), x[:, at:]], dim=1)
 
     def _resized(self, embeddings: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Return the position embeddings, resized bicubically for another grid of patches."""
+        """Return the position embeddings, bicubically interpolated for a different patch grid."""
         if grid == self.grid:
             return embeddings
         old_cls, old_patches = self._layout(self.grid)
@@ -236,7 +237,7 @@ class VisionMamba(nn.Module):
         return out
 
     def _layout(self, grid: tuple[int, int]) -> tuple[list[int], list[int]]:
-        """Return places of the cls tokens and of the patches."""
+        """Return the positions of the class tokens, and the positions of the patches."""
         patches = math.prod(grid)
         cls = self.cls_positions(patches)
         return cls, [t for t in range(patches + len(cls)) if t not in cls]

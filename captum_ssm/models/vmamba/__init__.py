@@ -1,4 +1,4 @@
-"""VMamba in plain PyTorch, which loads the official checkpoints."""
+"""VMamba in plain PyTorch, with a loader for the official checkpoints."""
 
 from .builders import vmamba_base, vmamba_small, vmamba_tiny
 from .load import load_vmamba

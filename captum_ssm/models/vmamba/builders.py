@@ -1,4 +1,4 @@
-"""The released sizes of VMamba, of the version with the v05_noz mixers."""
+"""Build the released sizes of VMamba, in the version with ``v05_noz`` mixers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from .model import VMamba
 
 
 def vmamba_tiny(**options: Any) -> VMamba:
-    """Build VMamba-T (s1l8): widths 96 to 768, 14 blocks, 30 million parameters, random weights.
+    """Build VMamba-T (s1l8), random weights: widths 96 to 768, 14 blocks, 30 million parameters.
 
     Args:
         **options: arguments of :class:`~captum_ssm.models.VMamba`; ``ssm_ratio=2.0`` and
-            ``depths=(2, 2, 5, 2)`` give the form s2l5.
+            ``depths=(2, 2, 5, 2)`` build the variant s2l5.
 
     Returns:
         The model in training mode on the CPU; :func:`load_vmamba` loads one that was trained.
@@ -20,7 +20,7 @@ def vmamba_tiny(**options: Any) -> VMamba:
     Example:
         >>> import torch
         >>> from captum_ssm.models import vmamba_tiny
-        >>> with torch.device("meta"):  # shapes alone, no memory
+        >>> with torch.device("meta"):  # only shapes, no memory
         ...     model = vmamba_tiny()
         >>> round(sum(weight.numel() for weight in model.parameters()) / 1e6)
         30
@@ -29,7 +29,7 @@ def vmamba_tiny(**options: Any) -> VMamba:
 
 
 def vmamba_small(**options: Any) -> VMamba:
-    """Build VMamba-S (s2l15): widths 96 to 768, 21 blocks, 50 million parameters, random weights.
+    """Build VMamba-S (s2l15), random weights: widths 96 to 768, 21 blocks, 50 million parameters.
 
     Args:
         **options: arguments of :class:`~captum_ssm.models.VMamba`.
@@ -49,7 +49,7 @@ def vmamba_small(**options: Any) -> VMamba:
 
 
 def vmamba_base(**options: Any) -> VMamba:
-    """Build VMamba-B (s2l15): widths 128 to 1024, 21 blocks, 89 million parameters, random weights.
+    """Build VMamba-B (s2l15), random weights: widths 128 to 1024, 21 blocks, 89 million parameters.
 
     Args:
         **options: arguments of :class:`~captum_ssm.models.VMamba`.

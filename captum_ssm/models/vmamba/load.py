@@ -1,4 +1,4 @@
-"""Loading of VMamba checkpoints, whose sizes are read off the weights."""
+"""Load VMamba checkpoints; all sizes are inferred from the weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..checkpoints import Weights, filled, read_checkpoint, shape_of
 from .mixer import form_of
 from .model import VMamba
 
-#: Names of the first release, as patterns, and their later names.
+#: Patterns of weight names in the first release, with the later names.
 _RENAMED = (
     (r"^patch_embed\.proj\.", "patch_embed.0."),
     (r"^patch_embed\.norm\.", "patch_embed.2."),
@@ -22,28 +22,27 @@ _RENAMED = (
     (r"^(layers\.\d+\.blocks\.\d+)\.self_attention\.", r"\1.op."),
     (r"^(norm|head)\.", r"classifier.\1."),
 )
-#: Projections, which models with channels first may hold as convolutions of one token.
+#: Weights of projections, which channels-first checkpoints store as 1 x 1 convolutions.
 _PROJECTION = re.compile(r"\.(in_proj|out_proj|fc1|fc2|reduction)\.weight$")
 
 
 def load_vmamba(path: str | Path, **options: Any) -> VMamba:
     """Load a VMamba checkpoint, such as the official ones; nothing is downloaded.
 
-    All sizes are inferred from the weights, and whether there is a gate. Options set the rest:
-    ``act``, and a ``forward_type`` with other orders of scans or another activation
-    (``"v051d_noz"``, ``"v05_noz_oact"``). Models with channels first and with channels last have
-    the same weights.
+    All sizes, and the presence of a gate, are inferred from the weights. Set ``act`` if it is not
+    SiLU, and ``forward_type`` if the scan orders or the output activation are not the defaults, as
+    in ``"v051d_noz"`` or ``"v05_noz_oact"``. Channels-first and channels-last models are accepted.
 
     Args:
-        path: a file of safetensors, or a torch file that holds the weights or a dict with the
-            weights as ``"model"``. It is read without running any code in it.
-        **options: arguments of :class:`~captum_ssm.models.VMamba`, in place of inferred ones.
+        path: a ``.safetensors`` file; or a torch file, whose code is not run, with the weights or a
+            dict that has the weights as ``"model"``.
+        **options: arguments of :class:`~captum_ssm.models.VMamba` that replace inferred values.
 
     Returns:
         The model in evaluation mode on the CPU, in the dtype of the file.
 
     Raises:
-        CheckpointError: when the weights do not fit a VMamba; it names the keys.
+        CheckpointError: when the weights do not fit a VMamba; the message names the keys.
 
     Example:
         >>> import tempfile, torch
@@ -73,7 +72,7 @@ def _renamed(weights: Weights) -> dict[str, Tensor]:
 
 
 def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of VMamba, inferred from the weights, and the user's options."""
+    """Return the arguments of VMamba: values inferred from the weights, and the options."""
     first = "layers.0.blocks.0"
     width, inner = shape_of(weights, f"{first}.op.out_proj.weight", 2)
     projected, _ = shape_of(weights, f"{first}.op.in_proj.weight", 2)
@@ -115,15 +114,15 @@ def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _forward_type(weights: Weights, gated: bool, options: Mapping[str, Any]) -> str:
-    """Return the forward type; raise if the user's type and the weights differ in having a gate."""
+    """Return the option or inferred ``forward_type``; raise if its gate contradicts the weights."""
     normed = "layers.0.blocks.0.op.out_norm.weight" in weights
     found: str = options.get(
         "forward_type", "v05" + "_noz" * (not gated) + "_onnone" * (not normed)
     )
     if form_of(found).gate != gated:
         raise CheckpointError(
-            f"forward_type={found!r} {'lacks' if gated else 'has'} a gate, which its weights "
-            f"{'have' if gated else 'lack'}."
+            f"forward_type={found!r} {'lacks' if gated else 'has'} a gate, but its weights "
+            f"{'have' if gated else 'lack'} one. Pass a forward_type with{'out' * gated} _noz."
         )
     return found
 

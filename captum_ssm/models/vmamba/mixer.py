@@ -1,4 +1,4 @@
-"""VMamba's mixer: a convolution over a map of tokens, and scans in several orders."""
+"""VMamba's mixer: a convolution over a grid of tokens, then scans in several orders."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from ...errors import OptionError
 from ..vim.mixer import scan, step_projection
 
-#: Number of scans, each with its own weights.
+#: Number of scans; each scan has separate weights.
 SCANS = 4
-#: Orders of scans by published forward type: row by row and column by column, each from both ends;
-#: row by row alone, from both ends; row by row from the first token.
+#: Scan orders by published forward type: "cross" scans rows and columns in both directions, "rows
+#: both ways" only rows in both directions, and "rows" only rows in one direction.
 _CROSS = ("v0", "v01", "v02", "v03", "v04", "v05", "v2", "v3")
 _ORDERS = dict.fromkeys(_CROSS, "cross") | {"v052d": "rows both ways", "v051d": "rows"}
 
@@ -23,14 +23,14 @@ ACTIVATIONS = {"silu": nn.SiLU, "gelu": nn.GELU, "relu": nn.ReLU}
 
 
 class Form(NamedTuple):
-    """The computation of a published forward type.
+    """The settings of a mixer that a published forward type stands for.
 
     Attributes:
-        orders: ``"cross"``, ``"rows both ways"`` or ``"rows"``.
-        gate: whether the output is multiplied with a gate z.
-        gate_act: whether z passes the activation first.
-        out_norm: whether the sum of the scans passes a LayerNorm.
-        out_act: whether the sum then passes a GELU.
+        orders: the scan orders: ``"cross"``, ``"rows both ways"`` or ``"rows"``.
+        gate: whether the output is multiplied by a gate z.
+        gate_act: whether the activation is applied to z.
+        out_norm: whether a LayerNorm is applied to the sum of the scans.
+        out_act: whether a GELU is applied after the norm.
     """
 
     orders: str
@@ -41,14 +41,15 @@ class Form(NamedTuple):
 
 
 def form_of(forward_type: str) -> Form:
-    """Return the computation of a published forward type.
+    """Return the settings of a mixer with a published forward type.
 
     Args:
-        forward_type: as ``"v05_noz"``. Behind underlines are ``noz``, ``nozact``, ``onnone``,
-            ``oact`` and ``no32``, the precision of kernels.
+        forward_type: a version with suffixes, such as ``"v05_noz"``. Suffixes are ``noz`` (no
+            gate), ``nozact`` (no activation of the gate), ``onnone`` (no output norm), ``oact``
+            (output activation) and ``no32`` (kernel precision, ignored).
 
     Raises:
-        OptionError: for an unsupported one.
+        OptionError: when the version or a suffix is not supported.
 
     Example:
         >>> from captum_ssm.models.vmamba import form_of
@@ -71,20 +72,22 @@ def form_of(forward_type: str) -> Form:
 class SS2D(nn.Module):
     """VMamba's mixer, with the parameter names of the published code.
 
-    With x, z = in_proj(h) and u = act(conv(x)) over the map, every scan k reads the tokens of u in
-    its own order, with its own weights. Their sum in the map's order is
+    With x, z = in_proj(h) and u = act(conv(x)) over the grid of tokens, it returns
 
-        y = norm(sum over k of scan_k(u) + D_k u),    output = out_proj(act(z) y)
+        out_proj(act(z) y)        where y = norm(sum over k of scan_k(u) + D_k u)
+
+    Each scan k has a separate order of tokens and separate weights.
 
     Args:
-        d_model: E.
-        d_state: N. Default: 16.
-        ssm_ratio: channels D, as a multiple of E. Default: 2.0.
+        d_model: width E of the tokens.
+        d_state: number N of states per channel. Default: 16.
+        ssm_ratio: number of channels D, as a multiple of E. Default: 2.0.
         dt_rank: rank of the projections to dt. Default: None, E / 16 rounded up.
-        act: ``"silu"``, ``"gelu"`` or ``"relu"``. Default: ``"silu"``.
-        d_conv: height and width of the convolution; below 2 there is none. Default: 3.
+        act: the activation: ``"silu"``, ``"gelu"`` or ``"relu"``. Default: ``"silu"``.
+        d_conv: height and width of the convolution; 0 or 1 for no convolution. Default: 3.
         conv_bias: whether the convolution has a bias. Default: True.
-        forward_type: the published name of the form; see :func:`form_of`. Default: ``"v05_noz"``.
+        forward_type: published name of gate, norm and scan orders; see :func:`form_of`. Default:
+            ``"v05_noz"``, no gate.
 
     Raises:
         OptionError: when ``act`` or ``forward_type`` is unknown.
@@ -140,8 +143,8 @@ class SS2D(nn.Module):
         """Return the mixer's addition to the residual stream, (B, L, E) to (B, L, E).
 
         Args:
-            hidden_states: the tokens of a map, row by row.
-            size: height and width of the map.
+            hidden_states: the tokens of a grid, row by row.
+            size: height and width of the grid.
         """
         x = self.in_proj(hidden_states)
         z = None
@@ -155,7 +158,7 @@ class SS2D(nn.Module):
         return out
 
     def scan_orders(self, size: tuple[int, int], device: torch.device) -> list[Tensor]:
-        """Return the token of each step of every scan, (L,) each, in a map of a ``size``."""
+        """Return for each scan the token positions (L,) in scan order, for a grid of ``size``."""
         rows = torch.arange(math.prod(size), device=device)
         columns = rows.view(size).T.flatten()
         if self.form.orders == "rows":
@@ -164,7 +167,7 @@ class SS2D(nn.Module):
         return [*ahead, *(order.flip(0) for order in ahead)]
 
     def _scans(self, u: Tensor, size: tuple[int, int]) -> Tensor:
-        """Return the sum of the scans of u (B, L, D), in float32 at least."""
+        """Return the sum of all scans of u (B, L, D), in float32 or wider."""
         total = torch.zeros_like(u, dtype=torch.promote_types(u.dtype, torch.float32))
         rates, skips = self.A_logs.chunk(SCANS), self.Ds.chunk(SCANS)
         rank, state = self.dt_projs_weight.shape[2], self.A_logs.shape[1]

@@ -1,4 +1,4 @@
-"""VMamba: patches, stages of blocks over coarser and coarser maps, a head."""
+"""VMamba: embedded patches, stages of blocks over ever coarser grids of tokens, and a head."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from ...errors import OptionError
 from .mixer import SS2D
 
-_SMALL = 0.02  # standard deviation of projections before training
+_SMALL = 0.02  # standard deviation of initial projection weights
 
 DOWNSAMPLES = ("v1", "v2", "v3")
 PATCH_EMBEDS = ("v1", "v2")
 
 
 class PermuteDims(nn.Module):
-    """A map with its dimensions in another order."""
+    """Permute the dimensions of a tensor, as a module."""
 
     def __init__(self, *order: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class PermuteDims(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """A perceptron of one hidden layer, for each token by itself."""
+    """A perceptron with one hidden layer, applied to each token."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Perceptron(nn.Module):
 
 
 class PatchMerging(nn.Module):
-    """A map of half the height and width, each token made of 2 x 2, (B, h, w, E)."""
+    """Merge each 2 x 2 tokens of a grid (B, h, w, E) to one token, with half height and width."""
 
     kernel_size = stride = 2, 2
     padding, dilation = (0, 0), (1, 1)
@@ -63,11 +63,11 @@ class PatchMerging(nn.Module):
 
 
 class VSSBlock(nn.Module):
-    """x + op(norm(x)) on the tokens of a map (B, h, w, E), and then x + mlp(norm2(x)).
+    """A block on a grid of tokens (B, h, w, E): x = x + op(norm(x)), then x + mlp(norm2(x)).
 
     Args:
         width: width E of the tokens.
-        mlp_hidden: hidden units of the perceptron; 0 for none. Default: 0.
+        mlp_hidden: hidden units of the mlp; 0 for no mlp. Default: 0.
         **mixer_options: arguments of :class:`~captum_ssm.models.vmamba.SS2D`.
 
     Example:
@@ -87,7 +87,7 @@ class VSSBlock(nn.Module):
             self.mlp = Perceptron(width, mlp_hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the map behind the block, (B, h, w, E) to (B, h, w, E)."""
+        """Return the grid of tokens after the block, (B, h, w, E) to (B, h, w, E)."""
         size = x.shape[1], x.shape[2]
         x = x + self.op(self.norm(x).flatten(1, 2), size=size).unflatten(1, size)
         return x + self.mlp(self.norm2(x)) if self.has_mlp else x
@@ -96,22 +96,23 @@ class VSSBlock(nn.Module):
 class VMamba(nn.Module):
     """VMamba, with the parameter names of the official checkpoints.
 
-    Published models with channels first and last compute the same; their weights fit this model.
+    The published channels-first and channels-last models are equivalent; both fit this class.
 
     Args:
         patch_size: side of the patches. Default: 4.
         channels: color channels of the images. Default: 3.
-        num_classes: classes. Default: 1000.
-        depths: blocks of each stage. Default: (2, 2, 8, 2).
-        dims: E of each stage, or of the first one, doubled from stage to stage. Default: 96.
-        mlp_ratio: hidden units of the perceptrons, as a multiple of E; 0 for none. Default: 4.0.
-        patch_norm: whether patches pass a norm. Default: True.
-        patch_embed: ``"v1"``, one convolution, or ``"v2"``, two, whose patches overlap. Default:
-            ``"v2"``.
-        downsample: the layer between stages: ``"v1"``, a projection of 2 x 2 tokens; ``"v2"`` and
-            ``"v3"``, a convolution of 2 x 2 and 3 x 3. Default: ``"v3"``.
-        pos_embed: height and width of the map of learned position embeddings. Default: None, no
-            embeddings.
+        num_classes: number of classes. Default: 1000.
+        depths: number of blocks in each stage. Default: (2, 2, 8, 2).
+        dims: width E of each stage; or one number, the width of the first stage, which is doubled
+            in each later stage. Default: 96.
+        mlp_ratio: hidden units of the mlps, as a multiple of E; 0 for no mlps. Default: 4.0.
+        patch_norm: whether embedded patches are normalized. Default: True.
+        patch_embed: ``"v1"`` for one convolution of separate patches, ``"v2"`` for two convolutions
+            of overlapping patches. Default: ``"v2"``.
+        downsample: the layer between stages: ``"v1"`` for a projection of 2 x 2 tokens, ``"v2"``
+            for a 2 x 2 convolution, ``"v3"`` for a 3 x 3 convolution. Default: ``"v3"``.
+        pos_embed: height and width of the grid of learned position embeddings. Default: None, no
+            position embeddings.
         **mixer_options: further arguments of :class:`~captum_ssm.models.vmamba.SS2D`.
 
     Raises:
@@ -155,8 +156,8 @@ class VMamba(nn.Module):
         )
         if len(widths) != len(depths) or not depths or min(*depths, *widths, patch_size) < 1:
             raise OptionError(
-                f"depths={tuple(depths)}, dims={dims} and patch_size={patch_size}: give one depth "
-                "and one width of 1 or more for each stage, and patches of 1 pixel or more."
+                f"depths={tuple(depths)}, dims={dims} and patch_size={patch_size}: pass one depth "
+                "and one width of 1 or more for each stage, and a patch_size of 1 or more."
             )
         embed = _patches if patch_embed == "v1" else _overlapping_patches
         self.patch_embed = embed(channels, widths[0], patch_size, patch_norm)
@@ -185,12 +186,12 @@ class VMamba(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits (B, classes) of images (B, C, H, W)."""
+        """Return logits (B, classes) for images (B, C, H, W)."""
         out: Tensor = self.classifier(self.forward_features(images))
         return out
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """Return the map (B, h, w, E) behind the last stage, of images (B, C, H, W)."""
+        """Return the tokens (B, h, w, E) after the last stage, for images (B, C, H, W)."""
         x: Tensor = self.patch_embed(images)
         if self.pos_embed is not None:
             places: Tensor = self.pos_embed
@@ -226,7 +227,7 @@ def _overlapping_patches(channels: int, width: int, patch: int, normed: bool) ->
 
 
 def _coarser(kind: str, width: int, out: int) -> nn.Module:
-    """Make maps (B, h, w, E) coarser."""
+    """Return a layer that halves height and width of a grid of tokens (B, h, w, E)."""
     if kind == "v1":
         return PatchMerging(width, out)
     kernel, padding = (2, 0) if kind == "v2" else (3, 1)
