@@ -1,7 +1,7 @@
-"""The successor of Captum Insights: examples, models' predictions, and their explanations.
+"""The successor of Captum Insights: a page of examples, predictions and their explanations.
 
-A script written for Captum 0.8 runs with ``captum.insights`` replaced by ``captum_ssm.insights`` in
-its imports, or unchanged after :func:`install_alias`.
+To run a script for Captum 0.8, import ``captum_ssm.insights`` instead of ``captum.insights``, or
+call :func:`install_alias` before the imports.
 """
 
 from . import features

@@ -1,4 +1,4 @@
-"""Answer the requests that the web page sends."""
+"""Answer the requests of the web page in JSON."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from .filters import FilterConfig
 if TYPE_CHECKING:
     from .visualizer import AttributionVisualizer
 
-#: Examples that were shown and can be asked about.
+#: The number of shown examples that are stored for later requests of the page.
 _REMEMBERED = 256
 
 
 class _Messages(NamedTuple):
-    """The strongest messages of an example."""
+    """The messages with the largest effects in an example, as the page expects them."""
 
     messages: list[Edge]
 
 
 class Api:
-    """Answers the page's questions about a visualizer, by name."""
+    """Answers the page's requests to a visualizer; ``"config"`` or ``"cut"`` names a request."""
 
     def __init__(self, visualizer: AttributionVisualizer) -> None:
         self._visualizer = visualizer
         self._shown: OrderedDict[int, DatasetExample] = OrderedDict()
         self._identities = itertools.count(1)
         self._lock = threading.Lock()
-        #: whether to print tracebacks of errors that are sent to the page
+        #: True to print the tracebacks of errors that are sent to the page
         self.debug = False
 
     def answer(self, question: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a request of the page, one at a time, so choices do not mix."""
+        """Answer a request of the page; simultaneous requests wait, as they share the choices."""
         questions: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "config": self._config,
             "examples": self._examples,
@@ -61,7 +61,7 @@ class Api:
             return questions[question](request)
 
     def kept(self, classes: int) -> dict[str, Any]:
-        """Return all answers for a page without a server, by question."""
+        """Return all data of a page without a server; ``classes`` counts explained classes."""
         with self._lock:
             config = self._config({})
             shown = config["filter"]
@@ -72,13 +72,13 @@ class Api:
                     for score in output.get("predicted", [])[:classes]:
                         model, method = output["model_index"], output["method_index"]
                         of = self._shown[example["id"]], model, method
-                        said = (
+                        answer = (
                             output
                             if score.index == output["active_index"]
                             else self._explained(*of, score.index, filtered=False)
                         )
                         place = f"{example['id']},{model},{method},{score.index}"
-                        relevance[place] = said
+                        relevance[place] = answer
             layers: list[list[str]] = [[] for _ in config["models"]]  # cutting needs a server
             answers = {"config": config | {"layers": layers, "filter": shown._asdict()}}
             kept: dict[str, Any] = plain(answers | {"examples": found, "relevance": relevance})
@@ -119,7 +119,7 @@ class Api:
         method = request.get("method", 0)
         count = len(visualizer.config.methods)
         if type(method) is not int or not 0 <= method < count:
-            raise OptionError(f"method={method!r} is none of the {count} methods.")
+            raise OptionError(f"method={method!r} is not a method's number. Use 0 to {count - 1}.")
         return self._explained(example, model, method, target, filtered=False) or {}
 
     def _explained(
@@ -132,16 +132,17 @@ class Api:
         filtered: bool,
     ) -> dict[str, Any] | None:
         explain = self._visualizer.explain
-        found = self._told(model, lambda: _sent(explain(example, model, target, filtered, method)))
+        chosen = example, model, target, filtered, method
+        found = self._result(model, lambda: _sent(explain(*chosen)))
         return None if found is None else found | {"method_index": method}
 
     def _cut(self, request: Mapping[str, Any]) -> dict[str, Any]:
         example, model, target = self._asked(request)
         given = request.get("edges")
         if not isinstance(given, list) or not given:
-            raise OptionError(f"edges={given!r} is no list of messages.")
+            raise OptionError(f"edges={given!r}. Pass a list of one or more messages to cut.")
         edges, cut = list(map(_edges, given)), self._visualizer.cut
-        return self._told(model, lambda: cut(example, model, target, edges)) or {}
+        return self._result(model, lambda: cut(example, model, target, edges)) or {}
 
     def _messages(self, request: Mapping[str, Any]) -> dict[str, Any]:
         example, model, target = self._asked(request)
@@ -149,30 +150,31 @@ class Api:
         def found() -> _Messages:
             return _Messages(self._visualizer.messages(example, model, target))
 
-        return self._told(model, found) or {}
+        return self._result(model, found) or {}
 
     def _flow(self, request: Mapping[str, Any]) -> dict[str, Any]:
         example, model, target = self._asked(request)
-        return self._told(model, lambda: self._visualizer.flow(example, model, target)) or {}
+        return self._result(model, lambda: self._visualizer.flow(example, model, target)) or {}
 
     def _asked(self, request: Mapping[str, Any]) -> tuple[DatasetExample, int, int]:
-        """Return the example, model and class that a request names."""
+        """Return the example, model index and class index that a request names."""
         visualizer = self._visualizer
         identity, model, target = (request.get(key) for key in ("id", "model", "target"))
         if type(identity) is not int or identity not in self._shown:
-            raise OptionError("this example is no longer stored. Show examples again.")
-        if type(model) is not int or not 0 <= model < len(visualizer.models):
-            raise OptionError(f"model={model!r} is none of the {len(visualizer.models)} models.")
-        if type(target) is not int or not 0 <= target < len(visualizer.classes):
-            raise OptionError(f"target={target!r} is not a class.")
+            raise OptionError(f"id={identity!r} is no longer stored. Show the examples again.")
+        models, classes = len(visualizer.models), len(visualizer.classes)
+        if type(model) is not int or not 0 <= model < models:
+            raise OptionError(f"model={model!r} is none of the {models} models. Pass its index.")
+        if type(target) is not int or not 0 <= target < classes:
+            raise OptionError(f"target={target!r} is none of the {classes} classes. Pass an index.")
         return self._shown[identity], model, target
 
     def _view(self, example: DatasetExample, index: int) -> dict[str, Any] | None:
         model, method = divmod(index, len(self._visualizer.config.methods))
         return self._explained(example, model, method, None, filtered=True)
 
-    def _told(self, model: int, explain: Callable[[], Any]) -> dict[str, Any] | None:
-        """Return an explanation; an error of one model leaves the others to be shown."""
+    def _result(self, model: int, explain: Callable[[], Any]) -> dict[str, Any] | None:
+        """Return the fields of ``explain()``, or its error, so other models are still displayed."""
         try:
             output = explain()
         except Exception as error:
@@ -183,12 +185,12 @@ class Api:
 
 
 def encoded(value: Any) -> bytes:
-    """Return a value as JSON that any browser reads; a number that is none is null."""
+    """Return a value as JSON in bytes; NaN and infinity, which JSON lacks, become null."""
     return json.dumps(plain(value), allow_nan=False).encode()
 
 
 def plain(value: Any) -> Any:
-    """Return a value in JSON's own types; NaN and infinity become None."""
+    """Convert a value to JSON types: dicts, lists, strings and numbers; NaN becomes None."""
     if isinstance(value, Tensor | np.ndarray | np.generic):
         return plain(value.tolist())
     if isinstance(value, float):
@@ -205,7 +207,7 @@ def plain(value: Any) -> Any:
 
 
 def _sent(output: VisualizationOutput | None) -> VisualizationOutput | None:
-    """Return an explanation for the page: images' relevance as rasters alone, texts laid out."""
+    """Return an explanation for the page: images only with rasters, tokens joined to words."""
     if output is None:
         return None
     features = []
@@ -219,22 +221,24 @@ def _sent(output: VisualizationOutput | None) -> VisualizationOutput | None:
 
 
 def _edges(given: Any) -> Edges:
-    """Return a message that the page names by layer and ends."""
+    """Convert a message of a request (layer name, source and target position) to ``Edges``."""
     given = given if isinstance(given, Mapping) else {}
     layer, source, target = (given.get(key) for key in ("name", "source", "target"))
     if not isinstance(layer, str):
-        raise OptionError(f"name={layer!r} is not a name of a layer.")
-    for end in (source, target):
-        if type(end) is not int:
-            raise OptionError(f"source and target are positions of words, not {end!r}.")
+        raise OptionError(f"name={layer!r}. Pass the name of a layer as a string.")
+    for end, position in (("source", source), ("target", target)):
+        if type(position) is not int:
+            raise OptionError(f"{end}={position!r}. Pass the position of a word as an integer.")
     return Edges(layer, source, target)
 
 
 def _filter(request: Mapping[str, Any]) -> FilterConfig:
-    """Return the choices on the page, with defaults for missing ones."""
+    """Return a request's choices of examples and methods, with defaults for missing choices."""
     given = request.get("filter", {})
     if not isinstance(given, Mapping):
-        raise OptionError("filter must be an object.")
+        raise OptionError(f"filter={given!r}. Pass a JSON object.")
     if unknown := set(given) - set(FilterConfig._fields):
-        raise OptionError(f"filter has no field {sorted(unknown)[0]!r}.")
+        raise OptionError(
+            f"filter has the unknown field {sorted(unknown)[0]!r}. Use {FilterConfig._fields}."
+        )
     return FilterConfig(**given)

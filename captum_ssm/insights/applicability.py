@@ -1,4 +1,4 @@
-"""Rules for the methods that fit a model and its inputs; nothing is run."""
+"""Check whether a method fits a model and its inputs, without running the model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..tracing import find_mixers, find_model
 
 
 def obstacle(method: type[Attribution], model: Any, inputs: tuple[Tensor, ...]) -> str | None:
-    """Return the reason why a method cannot explain a model on such inputs; None if it can.
+    """Return the reason why a method cannot explain a model with such inputs, or None.
 
     Args:
         method: the class of the method.
         model: the model.
-        inputs: the model's inputs, one tensor per feature, each a batch.
+        inputs: a batch of the model's inputs, one tensor per feature.
     """
     if issubclass(method, SSMAttribution):
         return _of_mixers(model, inputs)
@@ -37,7 +37,7 @@ def _of_mixers(model: Any, inputs: tuple[Tensor, ...]) -> str | None:
     try:
         find_mixers(find_model(model))
     except CaptumSSMError as error:
-        return str(error).partition(". ")[0]  # the rest is for those who can change the model
+        return str(error).partition(". ")[0]  # without advice on adapters
     return None
 
 

@@ -1,4 +1,4 @@
-"""Predictions of models, and methods' explanations of one example."""
+"""Compute models' predictions and methods' explanations for single examples."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from .rasters import as_given, patches_of, rasters_of
 _NAMED = 4
 #: The number of messages between words that are listed.
 _MESSAGES = 12
-#: Arguments of ``attribute`` that are no options of the method.
+#: Arguments of ``attribute`` that the page does not offer as options.
 _GIVEN = {"self", "inputs", "target", "additional_forward_args"}
-#: The score of a label, as Captum Insights has it.
+#: The score that is displayed with an example's label, as in Captum Insights.
 _CERTAIN = 100.0
 
 
@@ -48,7 +48,7 @@ class Prediction(NamedTuple):
     """A model's prediction for an example.
 
     Attributes:
-        scores: the likeliest classes first; empty if the output has no classes.
+        scores: the likeliest classes, likeliest first; empty if the output has no classes.
         output: the model's output, (1, ...).
         grid: height and width of an image's grid of patches. Default: None, no grid.
     """
@@ -58,7 +58,7 @@ class Prediction(NamedTuple):
     grid: tuple[int, int] | None = None
 
     def target(self, index: int) -> Any:
-        """Return Captum's target of a class, at the last position of a sequence."""
+        """Convert a class index to Captum's target; for a language model, at the last token."""
         if self.output.numel() == 1:
             return None
         return (-1, index) if self.output.dim() == 3 else index
@@ -72,14 +72,14 @@ class VisualizationOutput(NamedTuple):
         actual: the example's label, or None.
         predicted: the likeliest classes, likeliest first.
         active_index: the explained class, or None.
-        model_index: number of the model.
-        roles: for a text, the relevance of each word by role, if the method's rule has roles, from
-            -100 to 100, the largest of all roles. Default: empty.
-        rasters: for each image feature, its relevance as ``"patches"`` and ``"pixels"``, as far as
-            the model and the method have them. Default: empty.
-        method: the method, with the arguments that are set. Default: ``""``.
-        method_index: number of the method. Default: 0.
-        sum: the wanted and the actual sum of relevance, of a method that promises a sum. Default:
+        model_index: index of the model.
+        roles: for each role, such as content or gate, the relevance of a text's words, scaled to at
+            most 100 over all roles; empty for methods without roles. Default: empty.
+        rasters: for each feature a dict: for images the relevance of ``"patches"`` and ``"pixels"``
+            if the method returns them, else empty. Default: empty.
+        method: the method's name, with the arguments that were set. Default: ``""``.
+        method_index: index of the method. Default: 0.
+        sum: the expected and the actual sum of relevance, if the method guarantees a sum. Default:
             None.
     """
 
@@ -96,7 +96,7 @@ class VisualizationOutput(NamedTuple):
 
 
 class AttributionCalculation:
-    """Runs models and methods on single examples."""
+    """Compute models' predictions and their explanations for single examples."""
 
     def __init__(
         self,
@@ -117,8 +117,8 @@ class AttributionCalculation:
         if len(example.inputs) != len(self.features):
             raise InputError(
                 f"features has {len(self.features)} entries, but the examples have "
-                f"{len(example.inputs)} inputs. Name a feature for each input; EmptyFeature for "
-                "one that is not to be shown."
+                f"{len(example.inputs)} inputs. Pass one feature for each input, such as an "
+                "EmptyFeature for an input that is not displayed."
             )
         return tuple(
             _applied(feature.input_transforms, tensor)
@@ -126,7 +126,7 @@ class AttributionCalculation:
         )
 
     def baselines(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the baseline of each transformed input, one for each example."""
+        """Return a baseline for each of the transformed inputs, in the shape of the input."""
         return tuple(
             _applied(feature.baseline_transforms[:1], tensor).expand_as(tensor)
             if feature.baseline_transforms
@@ -135,7 +135,7 @@ class AttributionCalculation:
         )
 
     def predict(self, model: Any, inputs: tuple[Tensor, ...], additional: Any) -> Prediction:
-        """Return a model's prediction for transformed inputs."""
+        """Return a model's prediction for the transformed inputs of one example."""
         patches = patches_of(model, inputs)
         with torch.no_grad(), nullcontext() if patches is None else patches.watch():
             output = _output(model, inputs, additional)
@@ -151,7 +151,7 @@ class AttributionCalculation:
         if len(scores) > len(self.classes):
             raise InputError(
                 f"the model returns {len(scores)} scores, but classes has {len(self.classes)} "
-                "names."
+                "names. Pass a name for each score."
             )
         best = scores.topk(min(_NAMED, len(scores)))
         return [
@@ -163,15 +163,16 @@ class AttributionCalculation:
         return [i for i in range(len(self.classes)) if abs(number - i) <= 0.5][:1]
 
     def score(self, score: float, index: int) -> OutputScore:
-        """Return a class by its index."""
+        """Return a class with its score, index and name."""
         if not 0 <= index < len(self.classes):
             raise InputError(
-                f"a label is {index}, but classes has {len(self.classes)} names, counted from 0."
+                f"a label is {index}, but classes has {len(self.classes)} names. Use labels from 0 "
+                f"to {len(self.classes) - 1}, or name all classes."
             )
         return OutputScore(score, index, str(self.classes[index]))
 
     def obstacle(self, name: str, model: Any, inputs: tuple[Tensor, ...]) -> str | None:
-        """Return the reason why a method cannot explain a model on such inputs, or None."""
+        """Return why the named method cannot explain a model with such inputs, or None."""
         return obstacle(ATTRIBUTION_NAMES_TO_METHODS[name], model, inputs)
 
     def relevance(
@@ -183,12 +184,12 @@ class AttributionCalculation:
         name: str,
         arguments: Mapping[str, Any],
     ) -> tuple[tuple[Tensor, ...], Sums | None]:
-        """Return a method's relevance of transformed inputs, one tensor for each, and its sums.
+        """Return a method's relevance for each transformed input, and the sums of relevance.
 
-        It has the input's shape, or (1, h, w) patches of an image from a method without pixels.
+        Relevance has the input's shape, or (1, h, w) if the method only scores image patches.
         """
         if (reason := self.obstacle(name, model, inputs)) is not None:
-            raise OptionError(f"{name} does not fit this model: {reason}.")
+            raise OptionError(f"{name} does not fit this model: {reason}. Use a different method.")
         kind = ATTRIBUTION_NAMES_TO_METHODS[name]
         explained = model if issubclass(kind, SSMAttribution) else Logits(model, len(inputs))
         options = self._options(name, inputs, arguments, target)
@@ -204,8 +205,8 @@ class AttributionCalculation:
         relevance = tuple(tensor.detach() for tensor in as_tuple(found))
         if inputs[0].dim() == 4 and relevance[0].dim() == 2:
             raise InputError(
-                f"{name} tells the relevance of {relevance[0].shape[1]} tokens, which are no grid "
-                "of patches of the image. Use a method that tells pixels apart, such as LatimFlow."
+                f"{name} returns relevance of {relevance[0].shape[1]} tokens, which do not form a "
+                "grid of image patches. Use a method that scores pixels, such as LatimFlow."
             )
         return relevance, sums
 
@@ -218,7 +219,7 @@ class AttributionCalculation:
         name: str,
         arguments: Mapping[str, Any],
     ) -> dict[str, list[float]]:
-        """Return relevance of a text's words by role, in hundredths of the largest."""
+        """Return the relevance of a text's words for each role, scaled to at most 100."""
         kind = ATTRIBUTION_NAMES_TO_METHODS[name]
         chosen = self._options(name, inputs, arguments, target)
         if not self._is_one_text:
@@ -237,7 +238,7 @@ class AttributionCalculation:
         return [feature.visualization_type() for feature in self.features] == ["text"]
 
     def layers(self, model: Any) -> list[str]:
-        """Return the names of the mixers whose messages can be cut; none without a text."""
+        """Return the names of mixers whose messages can be cut, if the input is one text."""
         if not self._is_one_text:
             return []
         try:
@@ -246,13 +247,13 @@ class AttributionCalculation:
             return []
 
     def messages(self, model: Any, example: DatasetExample, target: int) -> list[Edge]:
-        """Return the messages between a text's words of the largest estimated effects."""
+        """Return the messages between words with the largest estimated effects on the target."""
         ids, asked = self._text(model, example, target)
         found = EdgeEffects(model).attribute(ids, asked, example.additional or None)
         return found.top(_MESSAGES)[0]
 
     def cut(self, model: Any, example: DatasetExample, target: int, edges: Sequence[Edges]) -> Cut:
-        """Return a model's predictions for a text with and without messages between its words."""
+        """Return a model's predictions for a text with and without some messages between words."""
         ids, asked = self._text(model, example, target)
         method, additional = EdgeEffects(model), example.additional or None
 
@@ -262,13 +263,16 @@ class AttributionCalculation:
         return cut_edges(method, ids, asked, edges, label, additional=additional)
 
     def flow(self, model: Any, example: DatasetExample, target: int) -> Flow:
-        """Return the flow through a model's layers from the words of a text to a class."""
+        """Return the flow of relevance from a text's words through the layers to a class."""
         return flow_of(model, *self._text(model, example, target), example.additional)
 
     def _text(self, model: Any, example: DatasetExample, target: int) -> tuple[Tensor, Any]:
-        """Return the ids of an example's one text, and a class as a target of the model."""
+        """Return the ids of an example's one text, and the target for a class index."""
         if not self._is_one_text:
-            raise OptionError("this is asked of the words of one text, which the example is not.")
+            raise OptionError(
+                f"features are {[feature.visualization_type() for feature in self.features]}, but "
+                "messages and flow are between words of one text. Use one TextFeature."
+            )
         (ids,) = self.transformed(example)
         asked = self.predict(model, (ids,), example.additional).target(target)
         return ids, asked if self.use_label_for_attr else None
@@ -276,11 +280,12 @@ class AttributionCalculation:
     def _options(
         self, name: str, inputs: tuple[Tensor, ...], arguments: Mapping[str, Any], target: Any
     ) -> dict[str, Any]:
-        """Return a method's options, completed from the features and the inputs."""
+        """Return a method's options, with defaults that depend on features and inputs."""
         accepted = inspect.signature(ATTRIBUTION_NAMES_TO_METHODS[name].attribute).parameters
         chosen = parameters_of(name).parse(arguments)
         if unknown := set(chosen) - (set(accepted) - _GIVEN):
-            raise OptionError(f"{name} has no argument {sorted(unknown)[0]!r}.")
+            known = sorted(set(accepted) - _GIVEN)
+            raise OptionError(f"{name} has no argument {sorted(unknown)[0]!r}. Use one of {known}.")
         if name in DEFAULTS_FROM_INPUTS:
             suggested = DEFAULTS_FROM_INPUTS[name](inputs)
             chosen |= {key: value for key, value in suggested.items() if chosen.get(key) is None}
@@ -293,22 +298,18 @@ class AttributionCalculation:
         return chosen
 
     def _class_like(self, label: str, target: Any) -> Any:
-        """Return a class by its name, as a target of the form of another."""
+        """Convert a class name to a target with the same token position as ``target``."""
         if label not in self.classes:
             raise OptionError(
-                f"contrast={label!r} is neither a class nor one of {', '.join(CONTRASTS)}. Use one."
+                f"contrast={label!r} is neither a class nor one of {', '.join(CONTRASTS)}. Use one "
+                "of them, or the name of a class."
             )
         index = list(self.classes).index(label)
         return (*target[:-1], index) if isinstance(target, tuple) else index
 
 
 class Logits(nn.Module):
-    """A model as Captum's methods want it: its output is one tensor.
-
-    Args:
-        model: returns a tensor, or an output of transformers.
-        inputs: how many of the arguments are explained.
-    """
+    """Wrap a model so that it returns a tensor of logits, as Captum's methods require."""
 
     def __init__(self, model: Any, inputs: int) -> None:
         super().__init__()
@@ -328,16 +329,13 @@ def explanation(
     filtered: bool = False,
     method_index: int = 0,
 ) -> VisualizationOutput | None:
-    """Explain an example by a model and a method.
+    """Explain a model's prediction for an example with one method.
 
     Args:
-        calculation: holds models and features.
-        config: names the method and its arguments, and the filter.
-        example: a batch of one.
-        model_index: number of the model.
-        target: the class to explain. Default: None, the model's prediction.
-        filtered: return None if the example does not pass the filter. Default: False.
-        method_index: number of the method. Default: 0, the first.
+        calculation: the models and features.
+        config: the methods with their arguments, and the filter.
+        example, model_index, target, filtered, method_index: see
+            :meth:`~captum_ssm.insights.AttributionVisualizer.explain`.
     """
     model = calculation.models[model_index]
     name, arguments = config.methods[method_index]
@@ -381,7 +379,7 @@ def explanation(
 
 
 def shares_of(relevance: Sequence[Tensor]) -> list[float]:
-    """Return the share of each feature, signed; absolute values sum to 1, or are all 0."""
+    """Return each feature's signed share of relevance; absolute shares sum to 1, or all are 0."""
     sums = torch.stack([tensor.cpu().double().sum() for tensor in relevance])
     total = sums.abs().sum()
     shares: list[float] = (sums / torch.where(total > 0, total, 1.0)).tolist()
@@ -395,7 +393,7 @@ def _output(model: Any, inputs: tuple[Tensor, ...], additional: tuple[Any, ...])
 
 
 def _applied(transforms: Sequence[Callable[..., Any]], batch: Tensor) -> Tensor:
-    """Return the one example of a batch, transformed, as a batch again."""
+    """Apply transforms to the one example of a batch, and return it as a batch."""
     example: Any = batch.squeeze(0)
     for transform in transforms:
         example = transform(example)

@@ -1,4 +1,4 @@
-"""Captum's own Insights: this package's under Captum's name, and its methods in Captum 0.8."""
+"""Use Insights of this package as ``captum.insights``, or its methods in Captum 0.8's Insights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .config import (
 )
 from .methods import SUPPORTED_ATTRIBUTION_METHODS, parameters_of
 
-#: How its page, which knows words and whole numbers alone, says yes, no and nothing.
+#: Values for True, False and None on the page of Captum 0.8, which only offers words and integers.
 _YES, _NO, _NOTHING = "yes", "no", "default"
 
 _OURS = "captum_ssm.insights"
@@ -43,9 +43,9 @@ _MODULES = (
 
 
 def install_alias() -> None:
-    """Let ``import captum.insights`` find :mod:`captum_ssm.insights`, for this process.
+    """Make ``import captum.insights`` import :mod:`captum_ssm.insights`, in this process.
 
-    Captum 0.8 keeps its own Insights.
+    With Captum 0.8, which has its own Insights, nothing changes.
 
     Example:
         >>> import importlib.util
@@ -62,13 +62,13 @@ def install_alias() -> None:
 
 
 def register_with_captum() -> list[str]:
-    """Add the methods of this package to ``captum.insights``, which Captum has up to 0.8.
+    """Add the methods of this package to ``captum.insights`` of Captum 0.8 or earlier.
 
     Returns:
-        Their names, under which its page offers them.
+        The names of the methods, as its page displays them.
 
     Raises:
-        OptionError: if Captum has no Insights.
+        OptionError: if the installed Captum has no Insights.
 
     Example:
         Where Captum 0.8, flask and flask-compress are installed:
@@ -82,11 +82,14 @@ def register_with_captum() -> list[str]:
     except ModuleNotFoundError as error:
         raise OptionError(
             f"register_with_captum() needs the Insights of Captum 0.8, with flask and "
-            f"flask-compress ({error}). On a newer Captum use captum_ssm.insights, which offers "
+            f"flask-compress ({error}). With a newer Captum use captum_ssm.insights, which has "
             "these methods."
         ) from error
     if config.__name__.startswith("captum_ssm."):
-        raise OptionError("captum.insights is captum_ssm.insights, which offers these methods.")
+        raise OptionError(
+            "captum.insights is captum_ssm.insights, which has these methods. Leave "
+            "register_with_captum() out."
+        )
     ours = [m for m in SUPPORTED_ATTRIBUTION_METHODS if issubclass(m, SSMAttribution)]
     for method in ours:
         name = method.get_name()
@@ -99,7 +102,7 @@ def register_with_captum() -> list[str]:
 
 
 def _with_its_own_baselines(method: type[SSMAttribution]) -> type[SSMAttribution]:
-    """Return the method without ``baselines``: Captum 0.8 would pass zeros, which are ids."""
+    """Hide the argument ``baselines`` of a method, because Captum 0.8 would pass zeros, an id."""
     if "baselines" not in inspect.signature(method.attribute).parameters:
         return method
 
@@ -112,7 +115,7 @@ def _with_its_own_baselines(method: type[SSMAttribution]) -> type[SSMAttribution
 
 
 def _translated(params: Mapping[str, Config], theirs: Any) -> Any:
-    """Return the arguments in the kinds that Captum 0.8 knows, and how its values are read."""
+    """Convert arguments to field types of Captum 0.8, and add functions that read the values."""
     kinds = {name: _kind(kind, theirs) for name, kind in params.items()}
     return theirs.ConfigParameters(
         params=kinds,

@@ -1,8 +1,9 @@
-"""Kinds of arguments of a method: each has a default, a description, and reads a value.
+"""Types of method arguments on the page, such as a number: each has a default and checks values.
 
 The names are the same as in ``captum.insights.attr_vis.config``, so scripts that add a method to
 the tables still work. :class:`BaselinesConfig`, :class:`BoolConfig`, :class:`ContrastConfig` and
-:class:`TupleConfig` are new.
+:class:`TupleConfig` are new. The attribute ``type`` names the type for the page. Each ``parse``
+converts and checks a value; ``name`` is the argument's name, for errors.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from ..errors import OptionError
 
 
 class NumberConfig(NamedTuple):
-    """A number; a whole one, unless the default or a limit is written with a decimal point.
+    """The type of a numeric argument: an integer, unless ``value`` or ``limit`` contains a float.
 
     Attributes:
-        value: the default. Default: 1.
+        value: the argument's default. Default: 1.
         limit: the smallest and the largest value; None for no limit. Default: no limits.
     """
 
@@ -33,7 +34,7 @@ class NumberConfig(NamedTuple):
         return not any(isinstance(number, float) for number in (self.value, *self.limit))
 
     def parse(self, name: str, value: Any) -> float:
-        """Return the value, an int or a float as the argument wants it."""
+        """Return the value as an int or a float; raise if it is not a number within the limits."""
         if not _is_number(value) or (self.whole and value != int(value)):
             raise OptionError(f"{name}={value!r}: use a{' whole' if self.whole else ''} number.")
         low, high = self.limit
@@ -43,11 +44,11 @@ class NumberConfig(NamedTuple):
 
 
 class StrEnumConfig(NamedTuple):
-    """One of several words.
+    """The type of an argument with a list of accepted words.
 
     Attributes:
-        value: the default.
-        limit: the words; None, where the argument may be left out, is one of them.
+        value: the argument's default.
+        limit: the accepted words; also None, if the argument may be left out.
     """
 
     value: str | None
@@ -55,7 +56,7 @@ class StrEnumConfig(NamedTuple):
     type: str = "enum"
 
     def parse(self, name: str, value: Any) -> str | None:
-        """Return the word; raise if it is not one of the accepted words."""
+        """Return the value unchanged; raise if it is not one of the accepted words."""
         if value not in self.limit:
             raise OptionError(f"{name}={value!r}: use one of {list(self.limit)}.")
         chosen: str | None = value
@@ -63,11 +64,11 @@ class StrEnumConfig(NamedTuple):
 
 
 class BaselinesConfig(NamedTuple):
-    """The baselines of a method of this package.
+    """The type of the argument ``baselines`` of this package's methods.
 
     Attributes:
-        value: the default. Default: None, the default of the method's rule.
-        limit: the words that the page offers. Default: None, the mean, and zero.
+        value: the argument's default. Default: None, the default of the method's rule.
+        limit: the values that the page offers. Default: None, ``"mean"`` and ``"0"``.
     """
 
     value: str | None = None
@@ -75,17 +76,17 @@ class BaselinesConfig(NamedTuple):
     type: str = "enum"
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return zero for its word, else the word; the method checks a script's value."""
+        """Return 0.0 for ``"0"``, and any other value unchanged; the method checks the value."""
         return 0.0 if isinstance(value, str) and value == "0" else value
 
 
 class ContrastConfig(NamedTuple):
-    """The contrast of a class: a contrast's name, or another class by its name.
+    """The type of the argument ``contrast``: the name of a contrast, or of a second class.
 
     Attributes:
-        value: the default. Default: None, nothing.
-        limit: the words, and None; a class with the name of one cannot be named. Default: None
-            alone.
+        value: the argument's default. Default: None, no contrast.
+        limit: the names of contrasts, and None. A class of the same name cannot be selected.
+            Default: only None.
     """
 
     value: str | None = None
@@ -93,54 +94,54 @@ class ContrastConfig(NamedTuple):
     type: str = "contrast"
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return the word or the class's name; an empty text is None."""
+        """Return None for an empty text, and any other value unchanged."""
         return None if isinstance(value, str) and value == "" else value
 
 
 class StrConfig(NamedTuple):
-    """Any text.
+    """The type of a text argument.
 
     Attributes:
-        value: the default.
+        value: the argument's default.
     """
 
     value: str
     type: str = "string"
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return the text; the method checks other values."""
+        """Return the value unchanged; the method checks the value."""
         return value
 
 
 class BoolConfig(NamedTuple):
-    """Yes or no.
+    """The type of a boolean argument.
 
     Attributes:
-        value: the default. Default: False.
+        value: the argument's default. Default: False.
     """
 
     value: bool = False
     type: str = "boolean"
 
     def parse(self, name: str, value: Any) -> bool:
-        """Return the value."""
+        """Return the value unchanged; raise if it is not a boolean."""
         if not isinstance(value, bool):
             raise OptionError(f"{name}={value!r}: use true or false.")
         return value
 
 
 class TupleConfig(NamedTuple):
-    """Whole numbers in a row, which may also be written as text: ``"3, 5, 5"``.
+    """The type of an argument of several integers, which can be written as text: ``"3, 5, 5"``.
 
     Attributes:
-        value: the default. Default: None, the argument is left to the method.
+        value: the argument's default. Default: None, the method's default.
     """
 
     value: tuple[int, ...] | None = None
     type: str = "tuple"
 
     def parse(self, name: str, value: Any) -> Any:
-        """Return the numbers, or None for none; tuples of tuples pass as they are."""
+        """Return a tuple of integers, None for an empty value, or a tuple of tuples unchanged."""
         if isinstance(value, str):
             words = [word for word in re.split(r"[\s,()\[\]]+", value) if word]
             value = [int(w) if re.fullmatch(r"[+-]?\d{1,9}", w) else w for w in words]
@@ -167,12 +168,13 @@ Config = (
 
 
 class ConfigParameters(NamedTuple):
-    """The arguments of a method that the page offers.
+    """The arguments of a method that the page displays.
 
     Attributes:
-        params: their kinds, by name.
+        params: the type of each argument, by name.
         help_info: a line about the method. Default: None.
-        post_process: by name, a function that converts a value for the method. Default: None, none.
+        post_process: functions that convert values for the method, by name of the argument.
+            Default: None, no functions.
     """
 
     params: Mapping[str, Config]
@@ -180,10 +182,7 @@ class ConfigParameters(NamedTuple):
     post_process: Mapping[str, Callable[[Any], Any]] | None = None
 
     def parse(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the method's arguments: values of known kinds are read and checked.
-
-        A missing value has its default; None means the method's own default.
-        """
+        """Check and convert given arguments, and add the defaults of missing arguments."""
         final = self.post_process or {}
         read = dict(given)
         for name, kind in self.params.items():
@@ -193,7 +192,7 @@ class ConfigParameters(NamedTuple):
 
 
 def described(parameters: ConfigParameters) -> dict[str, dict[str, Any]]:
-    """Return the arguments in the page's form."""
+    """Return for each argument a dict of its type's attributes, which the page displays."""
     found = {}
     for name, kind in parameters.params.items():
         found[name] = kind._asdict()

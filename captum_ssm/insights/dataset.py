@@ -1,4 +1,4 @@
-"""The examples of a dataset, one after the other, and the ones that pass a filter."""
+"""Read the examples of a dataset one after the other, and select those that pass a filter."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from torch import Tensor
 from ..attr.call.inputs import as_tuple
 from ..errors import InputError
 
-#: Of a dataset that can be gone through only once, so many examples are kept to be shown again.
+#: The number of stored examples of an iterator, which cannot be read twice.
 KEPT = 256
-#: At most so many examples are run at a time, so that neither a dataset without end nor a filter
-#: that nothing passes keeps a search going for ever.
+#: The largest number of examples in one search, so that a search ends also for infinite datasets.
 MOST_SEARCHED = 256
 
 Seen = TypeVar("Seen")
 
 
 class Batch:
-    """Inputs of a model, with their labels.
+    """A batch of model inputs with their labels.
 
     Args:
-        inputs: a tensor, or one for each feature; the first dimension counts the examples.
-        labels: the index of each example's class, (B,); None if it is not known.
-        additional_args: further arguments of the model, without relevance. Tensors with a dimension
-            count examples as well. Default: None.
+        inputs: a tensor, or a tuple of one tensor per feature; the first dimension is the batch.
+        labels: the class index of each example, (B,); None if labels are not known.
+        additional_args: further arguments of the model, which get no relevance. The first dimension
+            of tensors is the batch, except in tensors without dimensions. Default: None.
 
     Raises:
-        InputError: when the tensors and labels do not hold equally many examples.
+        InputError: when inputs, labels and additional tensors differ in their number of examples.
 
     Example:
         >>> import torch
@@ -58,10 +57,10 @@ class DatasetExample(NamedTuple):
     """One example of a batch.
 
     Attributes:
-        inputs: a batch of one for each feature.
+        inputs: a tensor for each feature, with a batch dimension of 1.
         additional: further arguments of the model, which get no relevance.
-        label: the index of the example's class; None if not known.
-        number: which one of the dataset it is, from 1. Default: 0, of none.
+        label: the index of the example's class; None if it is not known.
+        number: the position of the example in the dataset, from 1. Default: 0, not in a dataset.
     """
 
     inputs: tuple[Tensor, ...]
@@ -71,24 +70,25 @@ class DatasetExample(NamedTuple):
 
 
 def examples_of(batch: Any) -> Iterator[DatasetExample]:
-    """Yield the examples of a batch, checked before the first is handed out."""
+    """Yield the examples of a batch; the whole batch is checked first."""
     if not hasattr(batch, "inputs"):
         raise InputError(
-            f"the dataset holds a {type(batch).__name__}; wrap inputs and labels: Batch(inputs, "
+            f"the dataset contains a {type(batch).__name__}. Wrap inputs and labels: Batch(inputs, "
             "labels)."
         )
     inputs = as_tuple(batch.inputs)
     if not inputs or not all(isinstance(x, Tensor) and x.dim() for x in inputs):
         raise InputError(
-            "the inputs of a Batch must be tensors whose first dimension is the batch."
+            f"a Batch has inputs of type {type(batch.inputs).__name__}. Pass a tensor whose first "
+            "dimension is the batch, or a tuple of such tensors."
         )
     size = len(inputs[0])
     additional = as_tuple(getattr(batch, "additional_args", None))
     counted = [*inputs, *(a for a in additional if isinstance(a, Tensor) and a.dim())]
     if others := [tuple(tensor.shape) for tensor in counted if len(tensor) != size]:
         raise InputError(
-            f"a Batch has {size} examples in its first input, but {others[0][0]} in another tensor "
-            f"of shape {others[0]}."
+            f"a Batch has {size} examples in its first input, but {others[0][0]} in a tensor of "
+            f"shape {others[0]}. Pass tensors with the same number of examples."
         )
     labels = _labels(getattr(batch, "labels", None), size)
     for i in range(size):
@@ -105,18 +105,18 @@ def _labels(labels: Any, size: int) -> list[int | None]:
     numbers: list[Any] = torch.as_tensor(labels).reshape(-1).tolist()
     if len(numbers) != size:
         raise InputError(
-            f"the labels of a Batch are {len(numbers)} numbers for {size} examples; pass the index "
-            "of each example's class, or None."
+            f"a Batch has {len(numbers)} labels for {size} examples. Pass the class index of each "
+            "example, or None."
         )
     return [int(number) for number in numbers]
 
 
 class Pages:
-    """Read a dataset page by page, and after its end from the beginning again.
+    """Read a dataset page by page, and start again at the beginning after the end.
 
     Args:
-        dataset: batches. After the end of an iterator, the last :data:`KEPT` examples are shown
-            again.
+        dataset: an iterable of batches. If it is an iterator, which can be read only once, its last
+            :data:`KEPT` examples are stored and repeated.
     """
 
     def __init__(self, dataset: Iterable[Any]) -> None:
@@ -126,12 +126,12 @@ class Pages:
         self._ahead: deque[DatasetExample | None] = deque()
         self._page: list[DatasetExample | None] = []
         self._source = self._first_time()
-        #: whether the current page reached the end of the dataset
+        #: True if the current page reached the end of the dataset
         self.ended = False
 
     def first(self) -> DatasetExample | None:
-        """Peek at the next example; None if the dataset is empty."""
-        for _ in range(2):  # the end may come first, and behind it the beginning
+        """Return the next example without removing it; None if the dataset is empty."""
+        for _ in range(2):  # the end may come first, followed by the beginning
             if not self._ahead:
                 self._ahead.append(self._read())
             if self._ahead[0] is not None:
@@ -140,7 +140,7 @@ class Pages:
         return None
 
     def page(self, again: bool = False) -> Iterator[DatasetExample]:
-        """Yield the examples from here to the end of the dataset, as many as are taken."""
+        """Yield the next examples up to the end of the dataset; with ``again``, repeat a page."""
         if again:
             self._ahead.extendleft(reversed(self._page))
         self._page, self.ended = [], False
@@ -182,7 +182,7 @@ def _batches(dataset: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from dataset
     except RuntimeError as error:
-        # Captum's own example calls next() inside a generator, which so ends (PEP 479)
+        # Captum's example calls next() inside a generator, where its end is an error (PEP 479)
         if not isinstance(error.__cause__, StopIteration):
             raise
 
@@ -192,10 +192,10 @@ class Found(Generic[Seen]):
     """The examples that passed the filter.
 
     Attributes:
-        examples: each with its views that passed.
-        searched: number of examples that were run.
+        examples: pairs of an example and its explanations that passed the filter.
+        searched: number of examples that the models were run on.
         ended: whether the end of the dataset was reached.
-        labelled: number of examples with a label, of those that were run.
+        labelled: number of searched examples with a label.
     """
 
     examples: list[tuple[DatasetExample, list[Seen]]]
@@ -211,14 +211,15 @@ def search(
     view: Callable[[DatasetExample, int], Seen | None],
     again: bool = False,
 ) -> Found[Seen]:
-    """Search a stream until enough examples passed, or the dataset ends.
+    """Explain examples until enough of them pass the filter, or the dataset ends.
 
     Args:
-        stream: the examples.
-        count: number of examples wanted.
-        views: number of views of an example: models times methods.
-        view: returns an example's view by index; None if it does not pass.
-        again: begin at the start of the last search. Default: False, at its end.
+        stream: the dataset.
+        count: the number of examples to find.
+        views: the number of explanations of each example, models times methods.
+        view: function from an example and an index below ``views`` to an explanation, or to None if
+            the example does not pass the filter.
+        again: True to repeat the last search from its start. Default: False, continue at its end.
     """
     found: list[tuple[DatasetExample, list[Seen]]] = []
     searched = labelled = 0

@@ -1,4 +1,4 @@
-"""Features: the inputs of a model, and their display."""
+"""Features: the inputs of a model, and the display of their relevance."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class FeatureOutput(NamedTuple):
 
     Attributes:
         name: the feature's name.
-        base: the input: base64 of a PNG, a list of words, or a list of labels.
-        modified: its relevance: base64 of a PNG, or from -100 to 100 for each word or label.
+        base: the displayed input: a PNG in base64, a list of words, or a list of labels.
+        modified: the relevance: a PNG in base64, or a number from -100 to 100 per word or label.
         type: ``"image"``, ``"text"``, ``"general"`` or ``"empty"``.
-        contribution: the feature's share in the relevance of all features, from -1 to 1.
+        contribution: the feature's share of the relevance of all features, from -1 to 1.
     """
 
     name: str
@@ -35,15 +35,16 @@ class FeatureOutput(NamedTuple):
 
 
 class BaseFeature:
-    """Base of all features; a new one defines ``visualization_type`` and ``visualize``.
+    """Base class of features; a subclass defines ``visualization_type`` and ``visualize``.
 
     Args:
-        name: its name, such as ``"Photo"``.
-        baseline_transforms: convert a transformed input, without its batch dimension, to its
-            baseline; the first of several is used. None means zeros.
-        input_transforms: convert an input, without its batch dimension, to the model's input, one
-            after the other. None means none.
-        visualization_transform: converts the dataset's input for display. None means none.
+        name: the feature's name on the page, such as ``"Photo"``.
+        baseline_transforms: function from a transformed input without batch dimension to its
+            baseline. Only the first function of a list is used. None: the baseline is zero.
+        input_transforms: functions that convert the dataset's input, without batch dimension, to
+            the model's input, in this order. None: the input is not changed.
+        visualization_transform: function that converts the dataset's input for display. None: the
+            input is not changed.
     """
 
     def __init__(
@@ -60,16 +61,16 @@ class BaseFeature:
 
     @staticmethod
     def visualization_type() -> str:
-        """Return the type of its display, one of the types of :class:`FeatureOutput`."""
+        """Return the feature's ``type`` in :class:`FeatureOutput`, such as ``"text"``."""
         raise NotImplementedError
 
     def visualize(self, attribution: Any, data: Any, contribution_frac: float) -> FeatureOutput:
-        """Return the display of an example.
+        """Return the display of the feature for one example.
 
         Args:
             attribution: the relevance of the transformed input, a batch of one.
-            data: the input as it comes from the dataset, a batch of one.
-            contribution_frac: the feature's share.
+            data: the input from the dataset, a batch of one.
+            contribution_frac: the feature's share of the relevance of all features.
         """
         raise NotImplementedError
 
@@ -78,15 +79,15 @@ class BaseFeature:
 
 
 class ImageFeature(BaseFeature):
-    """An image (1, C, H, W): red, green and blue, or shades of gray.
+    """An image (1, C, H, W), in RGB or gray.
 
     Args:
-        name: its name.
+        name: the feature's name on the page.
         baseline_transforms, input_transforms: see :class:`BaseFeature`.
         visualization_transform: see :class:`BaseFeature`. Default: None.
 
     Raises:
-        InputError: when the input to show is not an image.
+        InputError: when the displayed input is not an image.
 
     Example:
         >>> import torch
@@ -116,14 +117,14 @@ class ImageFeature(BaseFeature):
 
 
 class TextFeature(BaseFeature):
-    """A text: token ids (1, L), or embeddings, whose relevance is summed over features.
+    """A text: token ids (1, L), or embeddings (1, L, E), whose relevance is summed over E.
 
     Args:
-        name: its name.
+        name: the feature's name on the page.
         baseline_transforms, input_transforms: see :class:`BaseFeature`.
-        visualization_transform: converts ids to words; with :class:`~captum_ssm.viz.Tokens`, as in
-            ``lambda ids: Tokens.of(tokenizer, ids[0])``, parts of a word are joined. None keeps the
-            numbers.
+        visualization_transform: function from token ids to words. With ``lambda ids:
+            Tokens.of(tokenizer, ids[0])`` of :class:`~captum_ssm.viz.Tokens`, tokens are joined to
+            words. None: the ids are displayed.
 
     Example:
         >>> import torch
@@ -131,7 +132,7 @@ class TextFeature(BaseFeature):
         >>> words = ["a", "lamp", "kite"]
         >>> feature = TextFeature("Text", None, None, lambda ids: [words[i] for i in ids[0]])
         >>> shown = feature.visualize(torch.tensor([[1.0, -2.0]]), torch.tensor([[0, 2]]), 1.0)
-        >>> shown.base, shown.modified  # in hundredths of the largest
+        >>> shown.base, shown.modified  # the largest absolute relevance is 100
         (['a', 'kite'], [50.0, -100.0])
     """
 
@@ -150,11 +151,11 @@ class TextFeature(BaseFeature):
 
 
 class GeneralFeature(BaseFeature):
-    """Numbers (1, C), one for each of several categories.
+    """Numbers (1, C), one for each of C categories.
 
     Args:
-        name: its name.
-        categories: the names of the numbers, in their order.
+        name: the feature's name on the page.
+        categories: the names of the C numbers.
 
     Raises:
         InputError: when an example does not have one number for each category.
@@ -164,7 +165,7 @@ class GeneralFeature(BaseFeature):
         >>> from captum_ssm.insights import GeneralFeature
         >>> feature = GeneralFeature("size", ["width", "height"])
         >>> shown = feature.visualize(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 2.0]]), 1.0)
-        >>> shown.base, shown.modified  # in hundredths of the length of (3, 4)
+        >>> shown.base, shown.modified  # the norm of the relevance is 100
         (['width: 1.00', 'height: 2.00'], [60.0, 80.0])
     """
 
@@ -181,7 +182,7 @@ class GeneralFeature(BaseFeature):
         if values.shape != (len(self.categories),) or relevance.shape != values.shape:
             raise InputError(
                 f"the feature {self.name!r} has {len(self.categories)} categories, but its input "
-                f"has shape {tuple(data.shape)}; a GeneralFeature needs (1, categories)."
+                f"has shape {tuple(data.shape)}. Pass one number per category."
             )
         length = relevance.nan_to_num(0, 0, 0).norm()
         base = [
@@ -192,10 +193,10 @@ class GeneralFeature(BaseFeature):
 
 
 class EmptyFeature(BaseFeature):
-    """An input that is not shown.
+    """An input that is not displayed.
 
     Args:
-        name: its name. Default: ``"empty"``.
+        name: the feature's name on the page. Default: ``"empty"``.
         baseline_transforms, input_transforms, visualization_transform: see :class:`BaseFeature`.
             Default: None.
 
@@ -231,12 +232,12 @@ def _listed(transforms: Transforms) -> list[Callable[..., Any]]:
 
 
 def _numbers(batch: Tensor) -> Tensor:
-    """Return the one example of a batch, in double precision."""
+    """Return the one example of a batch as a float64 tensor on the CPU."""
     return batch.detach().cpu().double()[0]
 
 
 def _percent(relevance: Tensor, whole: Tensor) -> list[float]:
-    """Return the relevance in hundredths of ``whole``; zeros where that is zero."""
+    """Return relevance in percent of ``whole``, or zeros if ``whole`` is zero."""
     divisor = torch.where(whole > 0, whole, 1.0)
     percent: list[float] = (relevance / divisor * 100).tolist()
     return percent

@@ -1,4 +1,4 @@
-"""Files as examples: texts and images, with their folders' names as labels."""
+"""Datasets of text files or image files; the name of a file's folder is its label."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .vocabularies import check_tokenizers
 
 
 def class_names(loaded: Loaded, names: Sequence[str] | None) -> list[str]:
-    """Return the names of a model's classes; for a language model its vocabulary."""
+    """Return ``names``, or else the model's class names; for a language model, all tokens."""
     config = getattr(loaded.model, "config", None)
     if names is None and loaded.labels is not None:
         return list(loaded.labels)
@@ -39,7 +39,7 @@ def class_names(loaded: Loaded, names: Sequence[str] | None) -> list[str]:
 def common_classes(
     models: Sequence[str], loaded: Sequence[Loaded], names: Sequence[str] | None
 ) -> list[str]:
-    """Return the names of the classes of models that are shown side by side."""
+    """Return the class names of several models; raise if their classes or tokens differ."""
     if all(each.tokenizer is not None for each in loaded):
         check_tokenizers(models, [each.tokenizer for each in loaded])
     first, *others = (class_names(each, names) for each in loaded)
@@ -47,19 +47,19 @@ def common_classes(
         for index, (one, other) in enumerate(zip(first, classes, strict=False)):
             if one != other:
                 raise OptionError(
-                    f"class {index} is {one!r} to {models[0]} and {other!r} to {model}. "
-                    "Models that are shown side by side must have the same classes; name them by "
-                    "--labels, or serve them one by one."
+                    f"class {index} is {one!r} in {models[0]} and {other!r} in {model}. Models on "
+                    "one page must have the same classes. Name the classes with --labels, or serve "
+                    "the models one by one."
                 )
     return first
 
 
 class TextFiles:
-    """The texts of a file, one a line, or of the files ``*.txt`` of a folder.
+    """A dataset of texts: the lines of a file, or the ``*.txt`` files of a folder.
 
     Args:
         path: the file or the folder.
-        loaded: the models, which must read a text as the same tokens.
+        loaded: the models, whose tokenizers must return the same tokens.
         classes: the names of the classes.
     """
 
@@ -74,28 +74,28 @@ class TextFiles:
             ]
         self._texts = [(written, label) for written, label in found if written.strip()]
         if not self._texts:
-            raise DataError(f"{path} holds no text. Pass a file or folder with text.")
+            raise DataError(f"{path} contains no text. Pass a file or folder with text.")
 
     @property
     def feature(self) -> TextFeature:
-        """The display of a text: token by token."""
+        """The feature that displays the tokens of a text."""
         return TextFeature("Text", None, None, lambda ids: Tokens.of(self._codecs[0], ids[0]))
 
     def __iter__(self) -> Iterator[Batch]:
         for written, label in self._texts:
             ids, *others = (codec.encode(written, special=True) for codec in self._codecs)
             if not len(ids):
-                raise InputError(f"the text {written!r} has no tokens.")
+                raise InputError(f"the text {written!r} has no tokens. Remove it.")
             if not all(torch.equal(ids, other) for other in others):
                 raise OptionError(
-                    f"the models read {written!r} as different tokens. Models that are shown side "
-                    "by side must have the same tokenizer; name it with --tokenizer."
+                    f"the tokenizers of the models return different tokens for {written!r}. Name "
+                    "one tokenizer for all models with --tokenizer, or serve them one by one."
                 )
             yield Batch(ids[None].to(self._device), _label(label))
 
 
 class Images:
-    """The images of a folder, read on request."""
+    """A dataset of the image files in a folder; each file is read when it is needed."""
 
     def __init__(self, path: Path, loaded: Sequence[Loaded], classes: Sequence[str]) -> None:
         self._loaded = loaded
@@ -104,7 +104,7 @@ class Images:
 
     @property
     def feature(self) -> ImageFeature:
-        """The display of an image: the models' input."""
+        """The feature that displays an image, as it is passed to the models."""
         return ImageFeature("Image", None, None)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -112,7 +112,8 @@ class Images:
             image, *others = (each.prepared([file]) for each in self._loaded)
             if not all(torch.equal(image, other) for other in others):
                 raise OptionError(
-                    "the models want images of different sizes or colors. Show them one by one."
+                    f"the models convert {file} to different inputs, in size or normalization. "
+                    "Serve the models one by one."
                 )
             yield Batch(image.to(self._device), _label(label))
 
@@ -128,7 +129,7 @@ def _label(label: int | None) -> Any:
 def _labelled(
     path: Path, suffixes: Sequence[str], classes: Sequence[str]
 ) -> list[tuple[Path, int | None]]:
-    """Return files of a folder, then files of its inner folders, whose names are classes."""
+    """Return files and labels: files of a folder, then of subfolders, which are named by class."""
     top = existing_folder(path, f"files that end in {', '.join(suffixes)}")
     numbers = {name: number for number, name in enumerate(classes)}
     labelled: list[tuple[Path, int | None]] = [(file, None) for file in _files(top, suffixes)]
@@ -136,12 +137,14 @@ def _labelled(
         if inner.name not in numbers:
             known = ", ".join(list(classes)[:8])
             raise DataError(
-                f"{inner} is named after none of the {len(classes)} classes ({known}, ...). Rename "
-                "the folder, or name the classes by --labels."
+                f"{inner} does not have the name of one of the {len(classes)} classes ({known}, "
+                "...). Rename the folder, or name the classes with --labels."
             )
         labelled += [(file, numbers[inner.name]) for file in _files(inner, suffixes)]
     if not labelled:
-        raise DataError(f"{top} holds no file that ends in {', '.join(suffixes)}.")
+        raise DataError(
+            f"{top} contains no file that ends in {', '.join(suffixes)}. Pass a folder with files."
+        )
     return labelled
 
 

@@ -1,4 +1,4 @@
-"""Choice of the examples to show, and of the method."""
+"""The user's choice of examples and methods."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from .._names import known_as, meant
 from ..errors import OptionError
 from .methods import ATTRIBUTION_NAMES_TO_METHODS
 
-#: All examples, those that the model has right, or those that it has wrong.
+#: Select all examples, those with a correct prediction, or those with an incorrect one.
 PREDICTIONS = ("all", "correct", "incorrect")
-#: More examples than this are not explained at a time.
+#: The largest number of examples that are explained at a time.
 MOST_EXAMPLES = 100
-#: More methods than this are not shown beside the first.
+#: The largest number of methods in addition to the first.
 MOST_BESIDE = 3
 
 
 class OutputScore(NamedTuple):
-    """A class, and its score by a model.
+    """A class and its predicted score.
 
     Attributes:
-        score: the result of ``score_func`` for the model's output.
+        score: the class's score in the result of ``score_func``.
         index: the index of the class.
         label: the name of the class.
     """
@@ -34,20 +34,21 @@ class OutputScore(NamedTuple):
 
 
 class FilterConfig(NamedTuple):
-    """The choices of a user.
+    """The user's choice of methods and examples.
 
     Attributes:
         attribution_method: the method's name. Default: ``"Integrated Gradients"``.
-        attribution_arguments: its arguments. Default: {}; those left out have their defaults.
-        prediction: ``"all"``, ``"correct"`` or ``"incorrect"``; an example without a label is
-            neither of the latter. Default: ``"all"``.
-        classes: names of the accepted predictions. Default: [], any.
+        attribution_arguments: arguments of the method; missing ones have their defaults.
+            Default: {}.
+        prediction: ``"all"`` examples, or those with a ``"correct"`` or ``"incorrect"`` prediction,
+            which excludes examples without a label. Default: ``"all"``.
+        classes: show only examples whose predicted class is in this list. Default: [], all.
         num_examples: number of examples at a time. Default: 4.
-        beside: further methods, each its name and its arguments, shown beside the first.
+        beside: further methods for each example, as pairs of a name and a dict of arguments.
             Default: (), none.
 
     Raises:
-        OptionError: when a visualizer does not know one of the choices.
+        OptionError: when a visualizer does not accept one of the choices.
 
     Example:
         >>> from captum_ssm.insights import FilterConfig
@@ -66,16 +67,16 @@ class FilterConfig(NamedTuple):
 
     @property
     def methods(self) -> list[tuple[str, Mapping[str, Any]]]:
-        """All methods that are shown, each its name and its arguments."""
+        """All chosen methods, as pairs of a name and a dict of arguments."""
         first = (self.attribution_method, self.attribution_arguments)
         return [first, *((name, arguments) for name, arguments in self.beside)]
 
     def checked(self, classes: Sequence[str]) -> FilterConfig:
-        """Return the same with the method's listed name; raise for unknown choices."""
+        """Return the choices with method names as listed; raise unless all are accepted."""
         method = _method("attribution_method", self.attribution_method)
         if not isinstance(self.attribution_arguments, Mapping):
             raise OptionError(
-                f"attribution_arguments={self.attribution_arguments!r} must be values by name."
+                f"attribution_arguments={self.attribution_arguments!r}. Pass a dict of arguments."
             )
         beside = self._checked_beside()
         if self.prediction not in PREDICTIONS:
@@ -83,7 +84,7 @@ class FilterConfig(NamedTuple):
         chosen = self.classes
         if not isinstance(chosen, list | tuple) or any(name not in classes for name in chosen):
             raise OptionError(
-                f"classes={chosen!r} must be a list of names that the visualizer's classes hold."
+                f"classes={chosen!r}. Pass a list of names from the visualizer's classes."
             )
         count = self.num_examples
         if type(count) is not int or not 1 <= count <= MOST_EXAMPLES:
@@ -93,7 +94,7 @@ class FilterConfig(NamedTuple):
     def _checked_beside(self) -> list[tuple[str, Mapping[str, Any]]]:
         beside, checked = self.beside, []
         if not isinstance(beside, list | tuple) or len(beside) > MOST_BESIDE:
-            raise OptionError(f"beside={beside!r} must be a list of at most {MOST_BESIDE} methods.")
+            raise OptionError(f"beside={beside!r}. Pass a list of at most {MOST_BESIDE} methods.")
         for one in beside:
             if (
                 not isinstance(one, list | tuple)
@@ -101,14 +102,14 @@ class FilterConfig(NamedTuple):
                 or not isinstance(one[1], Mapping)
             ):
                 raise OptionError(
-                    f"beside holds {one!r}; each must be a method and its arguments, for example "
+                    f"beside contains {one!r}. Pass pairs of a method and its arguments, such as "
                     "('LatimFlow', {'rule': 'frozen'})."
                 )
             checked.append((_method("beside", one[0]), one[1]))
         return checked
 
     def passes(self, predicted: Sequence[OutputScore], actual: OutputScore | None) -> bool:
-        """Return True if an example with predictions, likeliest first, and a label passes."""
+        """Return True if an example with these predictions (likeliest first) and label passes."""
         best = predicted[0] if predicted else None
         if self.classes and (best is None or best.label not in self.classes):
             return False
@@ -120,7 +121,7 @@ class FilterConfig(NamedTuple):
 
 
 def _method(argument: str, name: Any) -> str:
-    """Return a method's name as it is listed."""
+    """Return a method's name as it is listed; raise an error on ``argument`` for unknown names."""
     known = list(ATTRIBUTION_NAMES_TO_METHODS)
     found = known_as(name, known)
     if found is None:

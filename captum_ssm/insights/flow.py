@@ -11,7 +11,7 @@ from ..viz.html.example import ShownExample, find_subject
 from ..viz.html.graph import graph_of
 from ..viz.html.outline import outline
 
-#: The number of graph nodes whose inputs are traced.
+#: The number of graph nodes that are traced back to their inputs.
 _FOLLOWED = 24
 
 
@@ -19,8 +19,8 @@ class Flow(NamedTuple):
     """The flow of relevance through a model's layers to a class.
 
     Attributes:
-        tokens: number of tokens that the model read.
-        graph: the result of :func:`~captum_ssm.viz.html.graph.graph_of`.
+        tokens: the number of tokens in the model's input.
+        graph: the nodes and edges from :func:`~captum_ssm.viz.html.graph.graph_of`.
     """
 
     tokens: int
@@ -28,7 +28,7 @@ class Flow(NamedTuple):
 
 
 def flow_of(model: Any, ids: Tensor, target: Any, additional: tuple[Any, ...]) -> Flow:
-    """Return the flow of relevance through a model's layers to a class."""
+    """Return the flow of relevance from token ids through a model's layers to a target."""
     subject = find_subject(model, None, None, None, None)
     example = ShownExample(ids, target, additional, None)
     known = outline(subject, example)

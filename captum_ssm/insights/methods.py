@@ -1,7 +1,7 @@
-"""The methods that the page offers, and their arguments.
+"""The methods on the page, and their arguments.
 
-The tables have the same names as in ``captum.insights.attr_vis.config``. A script may add a method:
-its class to :data:`ATTRIBUTION_NAMES_TO_METHODS`, and its arguments to
+The tables have the same names as in ``captum.insights.attr_vis.config``. To add a method, add its
+class to :data:`ATTRIBUTION_NAMES_TO_METHODS`, and its arguments to
 :data:`ATTRIBUTION_METHOD_CONFIG`.
 """
 
@@ -32,8 +32,8 @@ from .config import (
     TupleConfig,
 )
 
-#: In the order in which they are offered; a page begins with :data:`RECOMMENDED`, or where that
-#: does not fit the model with the first that does.
+#: The methods in the order of the page's list. The page starts with :data:`RECOMMENDED`, or with
+#: the first method that fits the model.
 SUPPORTED_ATTRIBUTION_METHODS: list[type[Attribution]] = list(OFFERED)
 
 ATTRIBUTION_NAMES_TO_METHODS: dict[str, type[Attribution]] = {
@@ -49,7 +49,7 @@ _APPROXIMATIONS = (
 )
 _AT_A_TIME = NumberConfig(1, (1, 100))
 
-#: Arguments of Captum's methods on the page.
+#: The types of arguments of Captum's methods.
 _OF_CAPTUM: dict[type[Attribution], dict[str, Config]] = {
     IntegratedGradients: {
         "n_steps": NumberConfig(25, (2, None)),
@@ -66,7 +66,7 @@ _OF_CAPTUM: dict[type[Attribution], dict[str, Config]] = {
 
 
 def _kind(option: Option) -> Config:
-    """Return the kind of form field for a method's option, such as a choice or a number."""
+    """Return the argument type for a method's option, such as a choice or a number."""
     if option.name == "baselines":
         return BaselinesConfig(option.default)
     if option.name == "contrast":
@@ -83,7 +83,7 @@ _RULES = "By rule balanced: what mattered. By rule frozen: whose content was mov
 
 
 def _parameters(entry: Entry) -> ConfigParameters:
-    """Return the page's arguments of a method of this package, and its description."""
+    """Return the argument types and the description of a method of this package."""
     kinds = {option.name: _kind(option) for option in entry.options}
     says = entry.says[0].upper() + entry.says[1:] + "."
     return ConfigParameters(kinds, f"{says} {_RULES}" if "rule" in kinds else says)
@@ -94,15 +94,15 @@ ATTRIBUTION_METHOD_CONFIG: dict[str, ConfigParameters] = {
     **{entry.method.get_name(): _parameters(entry) for entry in METHODS},
 }
 
-#: The first rows of a page, methods and arguments: a question each, as in a report.
+#: The methods and arguments that a page starts with: one for each question, as in a report.
 RECOMMENDED = [(LatimFlow.get_name(), {"rule": str(rule)}) for rule in QUESTIONS]
 
-#: An occluding window covers an eighth of each side of an image, and moves by half of that.
+#: The ratio of an image's side to the side of an occluding window, which moves by half its side.
 _WINDOW = 8
 
 
 def _windows(inputs: tuple[Tensor, ...]) -> dict[str, object]:
-    """Return windows for the inputs: tokens, numbers, or squares of an image in all channels."""
+    """Return default windows of Occlusion: single tokens or numbers, or rectangles of an image."""
     shapes = [_window(tensor) for tensor in inputs]
     strides = [
         tuple(
@@ -122,19 +122,19 @@ def _window(tensor: Tensor) -> tuple[int, ...]:
     return (sizes[0], *(max(1, size // _WINDOW) for size in sizes[1:]))
 
 
-#: By name of the method, the arguments that the inputs suggest where none are set.
+#: Functions from inputs to default arguments, by name of the method.
 DEFAULTS_FROM_INPUTS: dict[str, Callable[[tuple[Tensor, ...]], dict[str, object]]] = {
     Occlusion.get_name(): _windows,
 }
 
 
 def parameters_of(name: str) -> ConfigParameters:
-    """Return the page's arguments of a method; none without an entry in the tables."""
+    """Return the argument types of a method, or no arguments if the tables lack the method."""
     return ATTRIBUTION_METHOD_CONFIG.get(name, ConfigParameters({}))
 
 
 def titled(name: str, arguments: Mapping[str, Any]) -> str:
-    """Return a method with those of its arguments that are set, under the question that it answers.
+    """Return a title: the method's question, its name, and arguments that are not the defaults.
 
     Example:
         >>> from captum_ssm.insights.methods import titled

@@ -1,4 +1,4 @@
-"""The page of Insights: served part by part, or whole with its examples."""
+"""Build the HTML page of Insights, for a server or as one file with all examples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ..viz.html.page import filled, whole_page
 
 _SKELETON, _TITLE = "insights.html", "Insights"
-#: Files that are joined, in this order, to one style sheet and one script.
+#: Style sheets and scripts of the page, in this order.
 STYLES = ("common.css", "insights.css")
 SCRIPTS = (
     "common.js",
@@ -26,7 +26,7 @@ SCRIPTS = (
 
 
 def served_page(policy: str) -> str:
-    """Return the page, which requests its parts by name."""
+    """Return the page for a server, with a Content-Security-Policy and links to its scripts."""
     styles = (f'<link rel="stylesheet" href="{name}">' for name in STYLES)
     scripts = (f'<script defer src="{name}"></script>' for name in SCRIPTS)
     parts = {
@@ -40,5 +40,5 @@ def served_page(policy: str) -> str:
 
 
 def kept_page(facts: Mapping[str, Any]) -> str:
-    """Return the page with all its data, which makes no requests."""
+    """Return the page as one HTML file that contains ``facts``, its data, and all scripts."""
     return whole_page(_SKELETON, STYLES, SCRIPTS, _TITLE, facts)

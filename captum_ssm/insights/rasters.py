@@ -1,4 +1,4 @@
-"""Convert images' relevance, by patches and by pixels, to the form sent to the page."""
+"""Convert the relevance of image patches and pixels to rasters for the page."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..viz.html.pictures import Raster, raster
 
 
 def rasters_of(found: Tensor, grid: tuple[int, int] | None) -> dict[str, Raster]:
-    """Return an image's relevance by patches, and by pixels if it has them.
+    """Return rasters ``"patches"`` and ``"pixels"`` of an image's relevance.
 
     Args:
-        found: relevance of patches (1, h, w), or of pixels (1, C, H, W). Of other inputs it has no
+        found: relevance of patches (1, h, w) or of pixels (1, C, H, W). Other shapes have no
             rasters.
-        grid: height and width of the grid of patches, if any.
+        grid: height and width of the grid of patches; None if the model has no patches.
 
     Example:
         >>> import torch
@@ -35,13 +35,13 @@ def rasters_of(found: Tensor, grid: tuple[int, int] | None) -> dict[str, Raster]
 
 
 def as_given(found: Tensor, given: Tensor) -> Tensor:
-    """Return relevance in the shape of the input, with patches spread over their pixels."""
+    """Return relevance in the shape of the input; a patch's relevance is spread over its pixels."""
     of_patches = given.dim() == 4 and found.dim() == 3
     return spread_over_image(found, given) if of_patches else found
 
 
 def patches_of(model: Any, inputs: tuple[Tensor, ...]) -> PatchGrid | None:
-    """Return a finder of the patches of an image; None if the model has no tokens."""
+    """Return an object that finds the patch grid of an image, or None for other models."""
     if len(inputs) != 1 or inputs[0].dim() != 4:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Serve one page, to requests from this machine that include the page's token."""
+"""Serve the page of Insights to requests from this machine that include the page's token."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from .api import Api, encoded
 from .page import SCRIPTS, STYLES, served_page
 
 _LOOPBACK = "127.0.0.1"
-#: The largest accepted request in bytes; the page sends only a few names and numbers.
+#: The largest accepted request, in bytes.
 _LARGEST_REQUEST = 2**20
+_NOT_AN_OBJECT = "The request is not JSON, or not a JSON object. Send a JSON object."
 #: Seconds after which an idle connection is closed.
 _SILENCE = 30
-#: The most seconds to wait for the server to stop.
+#: The server checks every so many seconds whether it should stop.
 _PATIENCE = 0.1
 
-#: Files without data, served without a token, by path.
+#: Style sheets and scripts, by path; they contain no data and need no token.
 _ASSETS = {f"/{name}": name for name in (*STYLES, *SCRIPTS)}
 #: Content types by file suffix.
 _KINDS = {"css": "text/css", "js": "text/javascript"}
 _HTML = "text/html; charset=utf-8"
-#: Method and question by path.
+#: The HTTP method and the request's name in :class:`Api`, by path.
 _QUESTIONS = {
     "/api/config": ("GET", "config"),
     "/api/examples": ("POST", "examples"),
@@ -58,7 +59,7 @@ _HEADERS = {
 
 
 class Server:
-    """Serves a page from a thread that ends with the process."""
+    """Serves the page in a daemon thread, which ends with the process."""
 
     def __init__(self, api: Api, port: int | None = None, debug: bool = False) -> None:
         api.debug = debug
@@ -70,18 +71,18 @@ class Server:
 
     @property
     def port(self) -> int:
-        """The port of the server."""
+        """The number of the server's port."""
         return self._http.server_port
 
     @property
     def url(self) -> str:
-        """The page's address, with its token."""
+        """The page's address, including its token."""
         return f"http://{_LOOPBACK}:{self.port}/?token={self._http.token}"
 
     def wait(self) -> None:
-        """Return when the server has ended."""
+        """Block until the server has ended."""
         while self._thread.is_alive():
-            self._thread.join(1)  # a join without end could not be interrupted on every system
+            self._thread.join(1)  # without a timeout, Ctrl-C would not work on all systems
 
     def close(self) -> None:
         """End the server and free its port."""
@@ -93,7 +94,7 @@ class Server:
 class _Http(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
-    allow_reuse_address = os.name != "nt"  # there, another process could take the port over
+    allow_reuse_address = os.name != "nt"  # on Windows, other processes could take over the port
 
     def __init__(self, api: Api, port: int, debug: bool) -> None:
         self.api, self.debug = api, debug
@@ -101,18 +102,18 @@ class _Http(ThreadingHTTPServer):
         super().__init__((_LOOPBACK, port), _Handler)
 
     def server_bind(self) -> None:
-        """Bind like HTTPServer, without looking up the host's name in the network."""
+        """Bind the socket like HTTPServer, but without a DNS lookup of the host's name."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = _LOOPBACK, self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a browser that went away."""
+        """Ignore closed connections, except with ``debug``."""
         if self.debug:
             super().handle_error(request, client_address)
 
 
 class _Refusal(Exception):
-    """An error with the HTTP status and text for a refused request."""
+    """An error for a refused request, with the response's HTTP status and text."""
 
     def __init__(self, status: HTTPStatus, reason: str) -> None:
         super().__init__(reason)
@@ -142,7 +143,8 @@ class _Handler(BaseHTTPRequestHandler):
             if method == "GET" and address.path == "/":
                 return self._send(HTTPStatus.OK, _HTML, served_page(_POLICY).encode())
             if _QUESTIONS.get(address.path, ("", ""))[0] != method:
-                raise _Refusal(HTTPStatus.NOT_FOUND, "There is no such page.")
+                reason = f"There is no such page: {method} {address.path}. Open the path / instead."
+                raise _Refusal(HTTPStatus.NOT_FOUND, reason)
             request = _request(content) if method == "POST" else {}
             answer = self.server.api.answer(_QUESTIONS[address.path][1], request)
             self._send(HTTPStatus.OK, "application/json", encoded(answer))
@@ -158,13 +160,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_error(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
 
     def _check_origin(self) -> None:
-        """Refuse requests that other sites make a browser send, also under a name that they own."""
+        """Refuse requests that other sites let a browser send, also by DNS rebinding."""
         own = {f"{host}:{self.server.server_port}" for host in (_LOOPBACK, "localhost")}
         if self.headers.get("Host", "") not in own:
-            raise _Refusal(HTTPStatus.FORBIDDEN, "This page is served to this machine alone.")
+            reason = "Only this machine can open the page. Open it here, or forward its port."
+            raise _Refusal(HTTPStatus.FORBIDDEN, reason)
         origin = self.headers.get("Origin")
         if origin is not None and origin not in {f"http://{host}" for host in own}:
-            raise _Refusal(HTTPStatus.FORBIDDEN, "Another site may not ask for this.")
+            reason = f"Requests from {origin} are refused. Open the address that serve() printed."
+            raise _Refusal(HTTPStatus.FORBIDDEN, reason)
 
     def _check_token(self, query: str) -> None:
         given = parse_qs(query).get("token", [""])[-1]
@@ -175,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
 
     def _content(self) -> bytes | None:
-        """Return the request's body; None if its length is missing or invalid."""
+        """Read the request's body; return None if its length is missing, invalid or too large."""
         size = self.headers.get("Content-Length", "")
         known = size.isdecimal() and len(size) < 9 and int(size) <= _LARGEST_REQUEST
         return self.rfile.read(int(size)) if known else None
@@ -197,7 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Print a request, without the token, if asked to."""
+        """Print a request without its token, if ``debug`` is True."""
         if self.server.debug:
             status = arguments[1] if len(arguments) > 1 else ""
             path = urlsplit(getattr(self, "path", "")).path
@@ -207,13 +211,14 @@ class _Handler(BaseHTTPRequestHandler):
 def _request(content: bytes | None) -> Mapping[str, Any]:
     """Parse the request's body as a JSON object."""
     if content is None:
-        raise _Refusal(HTTPStatus.LENGTH_REQUIRED, "Content-Length is missing or too large.")
+        reason = f"Content-Length is missing or too large. Send at most {_LARGEST_REQUEST} bytes."
+        raise _Refusal(HTTPStatus.LENGTH_REQUIRED, reason)
     try:
         request = json.loads(content)
     except (ValueError, RecursionError):
-        raise _Refusal(HTTPStatus.BAD_REQUEST, "The request is not JSON.") from None
+        request = None
     if not isinstance(request, dict):
-        raise _Refusal(HTTPStatus.BAD_REQUEST, "The request is not a JSON object.")
+        raise _Refusal(HTTPStatus.BAD_REQUEST, _NOT_AN_OBJECT)
     return request
 
 
@@ -221,10 +226,11 @@ def _listening(api: Api, port: int, debug: bool) -> _Http:
     try:
         return _Http(api, port, debug)
     except OverflowError:
-        raise OptionError(f"port={port}: use 0 to 65535, or None for a free one.") from None
+        raise OptionError(f"port={port}: use 0 to 65535, or None for a free port.") from None
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
         raise OptionError(
-            f"port={port} cannot be had: {error.strerror}. Use another, or None for a free one."
+            f"port={port} cannot be used: {error.strerror}. Use a different port, or None for a "
+            "free port."
         ) from None

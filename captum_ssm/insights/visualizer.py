@@ -1,4 +1,4 @@
-"""Show a dataset's examples with explanations of the models' predictions."""
+"""Show the examples of a dataset with predictions and explanations, on a page or in a notebook."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 #: Height of a snapshot in a notebook, in pixels.
 _HEIGHT = 900
 
-#: Lets only one model run at a time, because runs register hooks on models.
+#: The lock of all model runs: only one model runs at a time, because runs register hooks.
 _RUNNING = threading.RLock()
 
 
 def _renew_lock() -> None:
-    """Replace the lock of a forked process, which another thread may have held."""
+    """Replace the lock in a forked process, because its copy may be locked by a missing thread."""
     global _RUNNING
     _RUNNING = threading.RLock()
 
@@ -47,28 +47,28 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 
 
 class AttributionVisualizer:
-    """Show examples of a dataset, models' predictions, and their explanations.
+    """Show examples of a dataset with models' predictions and explanations of the predictions.
 
-    The successor of Captum Insights, with its interface. :meth:`serve` shows a page that only this
-    machine can open, :meth:`render` shows it in a notebook, :meth:`snapshot` writes one file,
-    :meth:`visualize` returns its data. The server ends with the script, :meth:`close`, or a
-    ``with`` of the visualizer.
+    The class has the interface of Captum Insights. :meth:`serve` serves a page that only this
+    machine can open, :meth:`render` shows the page in a notebook, :meth:`snapshot` writes the page
+    to one file, and :meth:`visualize` returns the data. The server ends with the script, by
+    :meth:`close`, or at the end of a ``with`` block of the visualizer.
 
     Args:
-        models: a model, or several to be shown side by side.
+        models: a model, or a list of models to compare.
         classes: the names of the classes, in the order of the model's outputs.
         features: the features, one for each input of the models.
         dataset: batches of examples.
-        score_func: converts the model's output (1, classes) to the displayed scores, for example a
+        score_func: function from the model's output (1, classes) to displayed scores, for example a
             softmax. Default: None, the output itself.
-        use_label_for_attr: whether methods are given the class as their target; False for models
-            that return one number. Default: True.
+        use_label_for_attr: True to pass the class as the target of methods; False for models that
+            return one number. Default: True.
 
     Raises:
-        OptionError: when there is no model or no feature, or models read vocabularies of different
-            sizes.
-        InputError: when examples do not have one input for each feature, or the model has more
-            scores than there are names of classes.
+        OptionError: when there is no model or no feature, or the models have vocabularies of
+            different sizes.
+        InputError: when examples do not have one input for each feature, or the model returns more
+            scores than there are class names.
 
     Example:
         >>> import torch
@@ -100,7 +100,7 @@ class AttributionVisualizer:
         self.features = list(features) if isinstance(features, Sequence) else [features]
         if not self.models or not self.features:
             what = "features" if self.models else "models"
-            raise OptionError(f"{what} is empty. Name at least one.")
+            raise OptionError(f"{what} is empty. Pass at least one.")
         check_sizes(self.models)
         self.dataset = dataset
         self.attribution_calculation = AttributionCalculation(
@@ -112,7 +112,7 @@ class AttributionVisualizer:
 
     @property
     def config(self) -> FilterConfig:
-        """The choices. At first, any example by LatimFlow, or by the first method that fits."""
+        """The choice of methods and examples; at first LatimFlow, or the first method that fits."""
         if self._config is None:
             self._config = self._first_config()
         return self._config
@@ -122,9 +122,9 @@ class AttributionVisualizer:
         self._config = config.checked(self.classes)
 
     def obstacles(self) -> dict[str, list[str | None]]:
-        """Return for each method and model the reason why it cannot be explained, or None.
+        """Return for each method a list: why it cannot explain a model, or None, for each model.
 
-        The inputs come from the next example; without any example, all methods seem to fit.
+        The next example is used as input. If the dataset is empty, all entries are None.
         """
         calculation = self.attribution_calculation
         with _RUNNING:
@@ -138,7 +138,7 @@ class AttributionVisualizer:
         }
 
     def get_insights_config(self) -> dict[str, Any]:
-        """Return the choices: classes, methods and their arguments, and the chosen method."""
+        """Return the page's lists of classes, methods and arguments, and the selected method."""
         return {
             "classes": self.classes,
             "methods": list(ATTRIBUTION_NAMES_TO_METHODS),
@@ -154,10 +154,10 @@ class AttributionVisualizer:
 
     @log_usage()  # type: ignore[untyped-decorator]
     def visualize(self) -> list[list[VisualizationOutput]]:
-        """Return the next examples that pass the filter, each with its explanations.
+        """Return the explanations of the next examples that pass the filter, a list per example.
 
-        Fewer are returned at the end of the dataset, where the next call begins again, and after
-        :data:`~captum_ssm.insights.dataset.MOST_SEARCHED` examples.
+        A call stops early at the end of the dataset, and after
+        :data:`~captum_ssm.insights.dataset.MOST_SEARCHED` examples; the next call continues there.
         """
         return [outputs for _, outputs in self.search(self.view).examples]
 
@@ -167,20 +167,20 @@ class AttributionVisualizer:
         """Search the dataset until enough examples pass the filter.
 
         Args:
-            view: returns an example's view by an index, which counts models, and within them
-                methods; None if it does not pass.
-            again: begin at the start of the last search. Default: False, at its end.
+            view: function from an example and an index to an explanation, or to None if the example
+                does not pass the filter; see :meth:`view` for the index.
+            again: True to repeat the last search from its start. Default: False, continue.
         """
         with _RUNNING:
             views = len(self.models) * len(self.config.methods)
             return search(self._stream, self.config.num_examples, views, view, again)
 
     def view(self, example: DatasetExample, index: int) -> VisualizationOutput | None:
-        """Explain an example by a model and a method, if it passes the filter.
+        """Explain a model's prediction with one method; return None if the filter excludes it.
 
         Args:
-            example: a batch of one.
-            index: number of the model, times the number of methods, plus the method's.
+            example: a batch of one example.
+            index: the model's index times the number of methods, plus the method's index.
         """
         model, method = divmod(index, len(self.config.methods))
         return self.explain(example, model, filtered=True, method_index=method)
@@ -193,14 +193,14 @@ class AttributionVisualizer:
         filtered: bool = False,
         method_index: int = 0,
     ) -> VisualizationOutput | None:
-        """Explain an example by a model and a method.
+        """Explain a model's prediction for an example with one method.
 
         Args:
-            example: a batch of one.
-            model_index: number of the model.
-            target: the class to explain. Default: None, the predicted one.
+            example: a batch of one example.
+            model_index: index of the model.
+            target: the class to explain. Default: None, the predicted class.
             filtered: return None if the example does not pass the filter. Default: False.
-            method_index: number of the method. Default: 0, the first.
+            method_index: index of the method. Default: 0, the first method.
         """
         with _RUNNING:
             return explanation(
@@ -218,12 +218,10 @@ class AttributionVisualizer:
         return [self.attribution_calculation.layers(model) for model in self.models]
 
     def messages(self, example: DatasetExample, model_index: int, target: int) -> list[Edge]:
-        """Return the messages between a text's words of the largest estimated effects on a class.
+        """Return the messages between words with the largest estimated effects on a class.
 
         Args:
-            example: a batch of one.
-            model_index: number of the model.
-            target: the class.
+            example, model_index, target: a text, and indices of a model and a class.
         """
         with _RUNNING:
             return self.attribution_calculation.messages(self.models[model_index], example, target)
@@ -231,25 +229,21 @@ class AttributionVisualizer:
     def cut(
         self, example: DatasetExample, model_index: int, target: int, edges: Sequence[Edges]
     ) -> Cut:
-        """Return a model's predictions for a text without messages between its words.
+        """Return a model's predictions for a text with and without some messages between words.
 
         Args:
-            example: a batch of one.
-            model_index: number of the model.
-            target: the class whose effects are measured.
-            edges: the messages, as :func:`~captum_ssm.knock_out` takes them.
+            example, model_index, target: a text, and indices of a model and a class.
+            edges: the messages to cut, see :func:`~captum_ssm.knock_out`.
         """
         with _RUNNING:
             model = self.models[model_index]
             return self.attribution_calculation.cut(model, example, target, edges)
 
     def flow(self, example: DatasetExample, model_index: int, target: int) -> Flow:
-        """Return the flow through a model's layers from the words of a text to a class.
+        """Return the flow of relevance from a text's words through the layers to a class.
 
         Args:
-            example: a batch of one.
-            model_index: number of the model.
-            target: the class.
+            example, model_index, target: a text, and indices of a model and a class.
         """
         with _RUNNING:
             return self.attribution_calculation.flow(self.models[model_index], example, target)
@@ -269,28 +263,28 @@ class AttributionVisualizer:
         port: int | None = None,
         bind_all: bool = False,
     ) -> int:
-        """Show the page to this machine alone, at the printed address.
+        """Serve the page to browsers on this machine, and print its address.
 
-        Called again, it prints the address again.
+        A second call only prints the address again.
 
         Args:
-            blocking: return when the server has ended, for example by Ctrl-C. Default: False.
+            blocking: wait until the server ends, for example by Ctrl-C. Default: False.
             debug: print requests and the tracebacks of errors. Default: False.
-            port: of the server. Default: None, a free one.
-            bind_all: Captum Insights then answered every machine of the network. Refused if True:
-                forward the port instead. Default: False.
+            port: the server's port. Default: None, a free port.
+            bind_all: must be False; in Captum Insights, True serves the page to the whole network.
+                Default: False.
 
         Returns:
             The port.
 
         Raises:
-            OptionError: when bind_all is True, or the port cannot be had.
+            OptionError: when bind_all is True, or the port cannot be used.
         """
         if bind_all:
             raise OptionError(
                 "bind_all=True would let every machine of the network run your models and see your "
-                "data; the page is for this machine alone. To see it from another one, forward "
-                "the port: ssh -L PORT:127.0.0.1:PORT HOST."
+                "data, so it is refused. To open the page on a second machine, forward the port: "
+                "ssh -L PORT:127.0.0.1:PORT HOST."
             )
         server = self._started(debug, port)
         print(f"\nFetch data and view Captum Insights at {server.url}\n", flush=True)
@@ -304,17 +298,14 @@ class AttributionVisualizer:
         return server.port
 
     def snapshot(self, path: str | Path | None = None, *, classes: int = 2) -> str:
-        """Return the page with its present examples, which needs no server and no network.
+        """Return the page as HTML with its present examples; it needs no server and no network.
 
-        It opens from the disk, and in notebooks with a remote kernel, as the value of a cell.
-        Searching on and cutting messages need :meth:`serve`.
+        The HTML can be opened as a file, or displayed in notebooks, also with a remote kernel. To
+        search for further examples or to cut messages, use :meth:`serve`.
 
         Args:
-            path: a file to write it to; its folder is created. Default: None, none.
-            classes: number of the likeliest classes of each example to explain. Default: 2.
-
-        Returns:
-            The HTML.
+            path: the file to write; its folder is created. Default: None, no file.
+            classes: the number of likeliest classes of each example to explain. Default: 2.
 
         Raises:
             OptionError: when classes is not an integer of at least 1.
@@ -333,18 +324,18 @@ class AttributionVisualizer:
         return page
 
     def _repr_html_(self) -> str:
-        """Return the snapshot, as notebooks show the value of a cell."""
+        """Return a snapshot in a frame, which notebooks display for a visualizer."""
         return framed(self.snapshot(), "Insights", _HEIGHT)
 
     @log_usage()  # type: ignore[untyped-decorator]
     def render(self, debug: bool = True) -> None:
         """Show the page in a notebook whose kernel runs on the browser's machine.
 
-        With a remote kernel, such as Colab's, let the visualizer itself be the value of the cell:
-        it shows a :meth:`snapshot`.
+        With a remote kernel, such as Colab's, write the visualizer itself as the last line of a
+        cell, which displays a :meth:`snapshot`.
 
         Args:
-            debug: as in :meth:`serve`. Default: True.
+            debug: print requests and the tracebacks of errors. Default: True.
         """
         try:
             from IPython.display import IFrame, display
@@ -354,7 +345,7 @@ class AttributionVisualizer:
         display(frame)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """End the server, if there is one. It can be started again."""
+        """End the server if it runs; :meth:`serve` can start it again."""
         server, self._server = self._server, None
         if server is not None:
             server.close()

@@ -1,4 +1,4 @@
-"""Models side by side read the same examples: a token must be the same word to all of them."""
+"""Check that models on one page have the same vocabulary, because they get the same token ids."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from typing import Any
 
 from ..errors import OptionError
 
-#: Embeddings of large vocabularies are filled up to a multiple of this, at most.
+#: Vocabulary sizes that differ by less may be equal: embeddings are padded to a multiple of 128.
 _FILLED_UP = 128
 #: Embeddings of vocabularies smaller than this are not padded.
 _SMALL = 1024
 
 
 def check_sizes(models: Sequence[Any]) -> None:
-    """Raise if models have vocabularies of different sizes.
-
-    Args:
-        models: the models. Functions and models without a vocabulary pass.
+    """Raise if models have vocabularies of different sizes; functions are not checked.
 
     Example:
         >>> from captum_ssm.insights.vocabularies import check_sizes
@@ -34,14 +31,14 @@ def check_sizes(models: Sequence[Any]) -> None:
         filled_up = min(size, wanted) >= _SMALL and abs(size - wanted) < _FILLED_UP
         if size != wanted and not filled_up:
             raise OptionError(
-                f"{first} reads a vocabulary of {wanted} tokens and {name} one of {size}, so a "
-                "number is not the same word to both. Show models of one tokenizer side by side, "
-                "and the others by another visualizer."
+                f"{first} has a vocabulary of {wanted} tokens, but {name} has {size}, so their "
+                "token ids mean different words. Pass models with the same tokenizer to one "
+                "visualizer, and the others to a second visualizer."
             )
 
 
 def check_tokenizers(names: Sequence[str], tokenizers: Sequence[Any]) -> None:
-    """Raise if tokenizers give words different numbers."""
+    """Raise if tokenizers assign different ids to a word; ``names`` are the models' names."""
     first, *others = (_words(tokenizer) for tokenizer in tokenizers)
     for name, words in zip(names[1:], others, strict=True):
         if first is None or words is None or words == first:
@@ -49,13 +46,12 @@ def check_tokenizers(names: Sequence[str], tokenizers: Sequence[Any]) -> None:
         word = next(w for w in (*first, *words) if first.get(w) != words.get(w))
         raise OptionError(
             f"{names[0]} and {name} have different vocabularies: {word!r} is "
-            f"{_told(first.get(word))} to the one and {_told(words.get(word))} to the other. "
-            "Models that are shown side by side must have the same tokenizer; name it with "
-            "--tokenizer, or serve them one by one."
+            f"{_label(first.get(word))} in the first and {_label(words.get(word))} in the second. "
+            "Name one tokenizer for both with --tokenizer, or serve the models one by one."
         )
 
 
-def _told(number: int | None) -> str:
+def _label(number: int | None) -> str:
     return "no token" if number is None else f"token {number}"
 
 
@@ -65,7 +61,7 @@ def _size(model: Any) -> int | None:
 
 
 def _words(tokenizer: Any) -> dict[str, int] | None:
-    """Return the number of each token; None if the tokenizer does not list it."""
+    """Return the id of each token, or None if the tokenizer has no list of tokens."""
     found = getattr(tokenizer, "get_vocab", lambda: None)()
     if found is not None:
         return dict(found)

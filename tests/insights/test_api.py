@@ -144,14 +144,14 @@ def test_an_error_of_one_model_leaves_the_other(capsys):
 
 
 BAD = [
-    ("examples", {"filter": 3}, "filter must be an object"),
-    ("examples", {"filter": {"colour": 1}}, "no field 'colour'"),
+    ("examples", {"filter": 3}, "filter=3. Pass a JSON object"),
+    ("examples", {"filter": {"colour": 1}}, "unknown field 'colour'"),
     ("relevance", {"id": 99, "model": 0, "target": 0}, "no longer stored"),
     ("relevance", {}, "no longer stored"),
     ("relevance", {"id": 1, "model": 1, "target": 0}, "model=1 is none of the 1 models"),
     ("relevance", {"id": 1, "model": -1, "target": 0}, "model=-1"),
     ("relevance", {"id": 1, "model": True, "target": 0}, "model=True"),
-    ("relevance", {"id": 1, "model": 0, "target": 5}, "target=5 is not a class"),
+    ("relevance", {"id": 1, "model": 0, "target": 5}, "target=5 is none of the 5 classes"),
     ("relevance", {"id": 1, "model": 0, "target": None}, "target=None"),
 ]
 
@@ -166,9 +166,9 @@ def test_a_question_that_cannot_be_answered_is_named():
 
 CUTS = [
     ({"id": 99}, "no longer stored"),
-    ({"name": 1}, "name=1 is not a name"),
+    ({"name": 1}, "name=1. Pass the name of a layer"),
     ({"name": "nowhere"}, "'nowhere', which is not a mixer"),
-    ({"source": "w1"}, "positions of words, not 'w1'"),
+    ({"source": "w1"}, "source='w1'. Pass the position"),
     ({"target": 5}, "position 5, outside the sequence of 5"),
     ({"source": 4, "target": 2}, "every target comes before its source"),
 ]

@@ -132,12 +132,12 @@ def test_labels_in_every_form():
 
 
 BAD = [
-    ((torch.rand(2, 1), torch.zeros(2)), "holds a tuple.*Batch"),
-    (Batch([torch.rand(2, 1)], None), "must be tensors"),
-    (Batch(torch.tensor(1.0), None), "must be tensors"),
-    (Batch((torch.rand(2, 1), torch.rand(3, 1)), None), r"has 2 examples.*3 in another.*\(3, 1\)"),
-    (Batch(torch.rand(2, 1), None, torch.rand(1)), "has 2 examples.*1 in another"),
-    (Batch(torch.rand(2, 1), torch.zeros(3)), "3 numbers for 2 examples"),
+    ((torch.rand(2, 1), torch.zeros(2)), "contains a tuple.*Batch"),
+    (Batch([torch.rand(2, 1)], None), "Pass a tensor whose first dimension"),
+    (Batch(torch.tensor(1.0), None), "Pass a tensor whose first dimension"),
+    (Batch((torch.rand(2, 1), torch.rand(3, 1)), None), r"has 2 examples.*3 in a tensor.*\(3, 1\)"),
+    (Batch(torch.rand(2, 1), None, torch.rand(1)), "has 2 examples.*1 in a tensor"),
+    (Batch(torch.rand(2, 1), torch.zeros(3)), "3 labels for 2 examples"),
 ]
 
 

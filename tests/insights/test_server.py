@@ -191,7 +191,7 @@ def test_it_is_served_again(visualizer, capsys):
 
 def test_a_port_that_cannot_be_had_is_named(visualizer):
     with table(Always(1), []) as other:
-        with pytest.raises(OptionError, match=f"port={visualizer.serve()} cannot be had"):
+        with pytest.raises(OptionError, match=f"port={visualizer.serve()} cannot be used"):
             other.serve(port=visualizer.serve())
         with pytest.raises(OptionError, match="port=70000: use 0 to 65535"):
             other.serve(port=70000)

@@ -202,9 +202,9 @@ def test_refusals():
     for said, ask in {
         "models is empty": lambda: AttributionVisualizer([], CLASSES, [EmptyFeature()], []),
         "features is empty": lambda: AttributionVisualizer([cnn()], CLASSES, [], []),
-        "wrap inputs and labels": lambda: table(table_model(), batch).visualize(),
+        "Wrap inputs and labels": lambda: table(table_model(), batch).visualize(),
         "label is 9": lambda: table(table_model(), [numbers(9)]).visualize(),
-        r"\(models\[0\]\).* 17 .*\(models\[2\]\) one of 18": lambda: AttributionVisualizer(
+        r"\(models\[0\]\).* 17 .*\(models\[2\]\) has 18": lambda: AttributionVisualizer(
             readers, ["a"], EmptyFeature(), []
         ),
         "5 scores, but classes has 2 names": lambda: few.predict(table_model(), (numbers_,), ()),

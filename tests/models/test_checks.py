@@ -65,7 +65,7 @@ def test_broken_torch_files(tmp_path: Path) -> None:
             load_vim(path)
     torch.save({"a": torch.zeros(1).expand(10**6, 10**6)}, path)
     assert path.stat().st_size < 10_000
-    with pytest.raises(CheckpointError, match=r"'a' has shape \(1000000, 1000000\), but the file contains fewer"):
+    with pytest.raises(CheckpointError, match=r"'a' has shape \(1000000, 1000000\), but the file"):
         load_vim(path)
 
 
@@ -77,7 +77,7 @@ def test_broken_torch_files(tmp_path: Path) -> None:
     ({"num_hidden_layers": 10**9}, r"num_hidden_layers = 1000000000; at most 4096"),
     ({"num_hidden_layers": 3}, r"does not fit config\.json: it lacks 'backbone\.layers\.2"),
     ({"num_labels": 10**9}, r"num_labels = 1000000000"),
-    ({"architectures": ["../x"]}, r"architectures = \['\.\./x'\]\. Use a list with the name of one"),
+    ({"architectures": ["../x"]}, r"architectures = \['\.\./x'\]\. Use a list"),
     ({"architectures": ["pipeline"]}, "Use a list with the name of one transformers model"),
     ({"architectures": 5}, "Use a list with the name of one transformers model"),
 ])  # fmt: skip
@@ -94,7 +94,7 @@ def test_files_that_are_no_json_or_missing(folder: Path) -> None:
             load_bundled("recall-mamba", folder)
         shutil.copy(SHIPPED / "recall-mamba" / "config.json", folder)
         (folder / "vocab.json").write_text(text)
-        with pytest.raises(InputError, match=r"vocab\.json is not JSON.*Pass a file with a JSON list of words"):
+        with pytest.raises(InputError, match=r"vocab\.json is not JSON.*Pass a file"):
             load_bundled("recall-mamba", folder)
     (folder / "model.safetensors").unlink()
     missing = r"model\.safetensors does not exist\. Pass a folder that"

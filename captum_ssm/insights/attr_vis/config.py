@@ -1,4 +1,4 @@
-"""The names of ``captum.insights.attr_vis.config``; the tables are the ones in use."""
+"""The names of ``captum.insights.attr_vis.config``; changes of the tables have an effect."""
 
 from ..config import Config, ConfigParameters, NumberConfig, StrConfig, StrEnumConfig
 from ..methods import (
