@@ -1,4 +1,4 @@
-"""``captum-ssm architectures``."""
+"""The subcommand ``captum-ssm architectures``, which lists the supported mixers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     from ..mixers import Architecture
     from ..mixers.table import Ability
 
-#: Columns of the table; "generated text" is a model's, not a mixer's.
+#: Columns of the table; "generated text" is an ability of whole models, not of single mixers.
 _ABILITIES: tuple[Ability, ...] = ("LatimFlow", "fold methods", "generated text")
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the subparsers."""
+    """Add the subcommand ``architectures`` to the parser's subcommands."""
     parser = commands.add_parser(
         "architectures",
         help="list the supported mixers",
@@ -25,12 +25,12 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the command."""
+    """Print the table of architectures."""
     print(architectures_table(options.markdown))
 
 
 def architectures_table(markdown: bool = False) -> str:
-    """Return the supported architectures, one line each."""
+    """Return a table of the supported architectures, as aligned text or Markdown."""
     from ..mixers import supported_architectures
 
     head = ("family", "package", "tested with", *_ABILITIES, "mixer class")
@@ -47,7 +47,7 @@ def architectures_table(markdown: bool = False) -> str:
 
 def _row(each: Architecture, markdown: bool) -> tuple[str, ...]:
     path = f"`{each.class_path}`" if markdown else each.class_path
-    if not each.tested_version:  # a user's own
+    if not each.tested_version:  # an adapter that the user registered
         return (each.family, each.package, "", *("" for _ in _ABILITIES), path)
     tested = f"{each.tested_version}, {'the mixer alone' if each.alone else 'whole models'}"
     return (each.family, each.package, tested, *(_cell(each, x) for x in _ABILITIES), path)

@@ -1,4 +1,4 @@
-"""``captum-ssm demo``: explain the answers of a trained Mamba."""
+"""The subcommand ``captum-ssm demo``, which explains answers of the bundled Mamba model."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ PROMPT = (
 )
 _TEXT_TITLE = "Who owns what? The evidence is framed."
 _GRID_TITLE = (
-    "Implicit attention: what each word takes from those before it "
+    "Implicit attention from each word to earlier words "
     "(absolute values, the largest of each layer is 1)"
 )
-#: Files of relevance, and of the layers' matrices.
+#: File names of the pictures: relevance of words, and implicit attention matrices of the layers.
 _PICTURES = ("relevance.png", "matrices.png")
-#: Fresh prompts on which the methods are scored.
+#: The number of random prompts on which the methods are scored.
 _SCORED = 100
 _SEED = 2024
 
 
 class _Method(NamedTuple):
-    """A method; ``relevance`` maps token ids (1, L) and the answer's id to relevance (L,)."""
+    """A method; ``relevance`` is a function of ids (1, L) and the answer's id, and returns (L,)."""
 
     name: str
     says: str
@@ -40,13 +40,13 @@ class _Method(NamedTuple):
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the subparsers."""
+    """Add the subcommand ``demo`` to the parser's subcommands."""
     parser = commands.add_parser(
         "demo",
         help="explain the bundled trained Mamba model and write pictures",
         description="Explain the bundled trained Mamba model. Example: captum-ssm demo --out demo",
     )
-    parser.add_argument("--prompt", help="a prompt of the model's task; see the model's card")
+    parser.add_argument("--prompt", help="a prompt of the model's task, see the model card")
     parser.add_argument(
         "--out", type=Path, default=Path("captum-ssm-demo"), help="folder for the pictures"
     )
@@ -55,7 +55,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Explain one prompt, score the methods on fresh ones, write pictures."""
+    """Explain one prompt, score the methods on random prompts, and write pictures."""
     import torch
 
     from ..models.recall import parse_prompt
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
     example = parse_prompt(PROMPT if options.prompt is None else options.prompt)
     check_new((options.out / name for name in _PICTURES), options)
     make_folder(options.out)
-    torch.set_num_threads(1)  # the model is small: threads would wait for each other
+    torch.set_num_threads(1)  # the model is so small that one thread is fastest
     _explain(example, options.out)
 
 
@@ -113,12 +113,12 @@ def _methods(model: nn.Module) -> list[_Method]:
     return [
         _Method(
             "LatimFlow",
-            "what each word adds to the answer's logit; with the biases, all of it",
+            "each word's contribution to the answer's logit; with the biases they sum to the logit",
             lambda ids, answer: flow.attribute(ids, target=(-1, answer))[0],
         ),
         _Method(
             "LatimNorm",
-            "how much each word writes to where the answer is read, whatever the answer",
+            "the size of each word's contribution to the last token's state, for any answer",
             lambda ids, answer: norm.attribute(ids)[0],
         ),
     ]
@@ -140,7 +140,7 @@ def _ids(example: Example) -> Tensor:
 
 
 def _print_strongest(example: Example, relevance: Tensor, count: int = 5) -> None:
-    """Print the words of the largest absolute relevance, with bars of signs."""
+    """Print the words with the largest absolute relevance, each with a bar of + or - signs."""
     strength = relevance.abs()
     longest = float(strength.max().clamp_min(1e-30))
     for i in strength.topk(min(count, len(strength))).indices.tolist():

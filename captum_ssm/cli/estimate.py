@@ -1,4 +1,4 @@
-"""``captum-ssm estimate``."""
+"""The subcommand ``captum-ssm estimate``, which computes the memory of LatimFlow on a model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _GIB = 2**30
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the subparsers."""
+    """Add the subcommand ``estimate`` to the parser's subcommands."""
     parser = commands.add_parser(
         "estimate",
         help="compute how much memory LatimFlow takes on a model",
         description=(
-            "Compute how much memory LatimFlow takes, from the configuration alone. "
+            "Compute how much memory LatimFlow takes, only from the configuration. "
             "Example: captum-ssm estimate my-mamba --tokens 8192 --gpu 80"
         ),
     )
@@ -26,12 +26,12 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: the configuration's"
     )
-    parser.add_argument("--hub", action="store_true", help="allow the configuration's download")
+    parser.add_argument("--hub", action="store_true", help="allow to download the configuration")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the command."""
+    """Print the memory of LatimFlow for two rules, each with and without recompute."""
     import torch
 
     from ..explain.estimate import estimate_memory
@@ -50,4 +50,4 @@ def run(options: argparse.Namespace) -> None:
             last = () if options.gpu is None else ("yes" if found.fits(options.gpu) else "no",)
             numbers = (f"{size / _GIB:.2f}" for size in sizes)
             print(row.format(rule, str(recompute), *numbers, *last), flush=True)
-    print("Computed for one example and torch's own functions; other kernels keep other tensors.")
+    print("Computed for one example with PyTorch's functions; other kernels need other memory.")

@@ -1,4 +1,4 @@
-"""``captum-ssm explain``."""
+"""The subcommand ``captum-ssm explain``, which explains predictions for texts or images."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from ..explain.loading import Loaded
     from ..viz.html.explanation import Explanation
 
-_DESCRIPTION = """Explain what a model says of texts or images, and write a report, a picture or
-numbers.  MODEL is a bundled model, a folder of transformers, a file of Vision Mamba's or VMamba's
-weights, or with --hub a name on the Hugging Face hub.
+_DESCRIPTION = """Explain a model's predictions for texts or images, and write a report, a picture
+or numbers.  MODEL is a bundled model, a folder that transformers saved, a weights file of Vision
+Mamba or VMamba, or with --hub a name on the Hugging Face hub.
 
 Examples:
   captum-ssm explain recall-mamba --text "anna owns the lamp . ? anna owns the" --out report.html
@@ -32,11 +32,11 @@ Examples:
   captum-ssm explain ./my-segmenter --image street.png --target car --target-mask car.png
   captum-ssm explain vim_small.pth --image cat.png dog.png --labels classes.txt --out cats.png"""
 
-#: The rules of LatimFlow, repeated here so that the command's help does not import torch.
+#: Rules of LatimFlow, repeated here so that ``--help`` does not import torch.
 _RULES = ("frozen", "half", "centered", "balanced")
-#: The values of ``--spans``, repeated here for the same reason.
+#: The values of ``--spans``, repeated here so that ``--help`` does not import torch.
 _SPANS = ("token", "word", "sentence", "paragraph", "all")
-#: Options that have no effect on answers, and are refused.
+#: Options that have no effect when an answer is explained, and are refused.
 _NOT_OF_ANSWERS = (
     "target", "contrast", "option", "target_mask", "target_pixel", "maps", "layers", "cuts",
     "labels",
@@ -45,7 +45,7 @@ _DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the subparsers."""
+    """Add the subcommand ``explain`` to the parser's subcommands."""
     parser = commands.add_parser(
         "explain",
         help="explain texts or images by several methods: a report, a picture or numbers",
@@ -65,24 +65,24 @@ def add_to(commands: Any) -> None:
         nargs="+",
         type=lambda name: name.replace("centred", "centered"),
         choices=_RULES,
-        help="how LatimFlow divides what a mixer does: frozen says whose content was moved, "
-        "balanced what mattered; several are shown side by side; the method's own if left",
+        help="how LatimFlow divides a mixer's output between content and gates: frozen scores only "
+        "content, balanced both; several rules are compared; default: the method's",
     )
     parser.add_argument(
         "--baselines",
         metavar="B",
-        help="what relevance by LatimFlow and MambaLRP is in comparison with: mean, or a number "
-        "for all features; what suits the rule if left",
+        help="the baseline of LatimFlow and MambaLRP: mean, or a number for all features; default: "
+        "the rule's",
     )
     parser.add_argument(
         "--target",
-        help="what is explained: a class's name or number, or the next token's text, or its id as "
-        "id:NUMBER; if left, what the model predicts",
+        help="the class to explain, as name or number; or the next token, as text or as id:NUMBER; "
+        "default: the model's prediction",
     )
     parser.add_argument(
         "--contrast",
-        help="what the target is held against: another, in the same forms; or mean, others, all or "
-        "runner-up; nothing if left",
+        help="a second class or token, to explain the difference of both logits; or mean, others, "
+        "all or runner-up; default: none",
     )
     parser.add_argument(
         "--option",
@@ -95,15 +95,15 @@ def add_to(commands: Any) -> None:
         "--target-mask",
         type=Path,
         metavar="FILE",
-        help="of a model that segments images, explain the target's mean over the light pixels of "
-        "this image; over those that the model gives to the class if left",
+        help="for a segmentation model, explain the target's mean over the light pixels of this "
+        "image; default: over the pixels that the model assigns to the class",
     )
     where.add_argument(
         "--target-pixel",
         nargs=2,
         type=int,
         metavar=("ROW", "COLUMN"),
-        help="of such a model, explain one pixel of its answer",
+        help="for a segmentation model, explain one pixel of the output",
     )
     parser.add_argument(
         "--generate", type=int, metavar="N", help="explain an answer of N tokens, span by span"
@@ -112,35 +112,35 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--spans",
         choices=_SPANS,
-        help="the stretches of an answer that are explained, each as a whole; if left, word for a "
+        help="the parts of an answer that are explained, each as a whole; default: word for a "
         "page, which sums words up to sentences, else sentence",
     )
     parser.add_argument(
-        "--prompt-spans", choices=_SPANS, help="the stretches that it is due to; as --spans if left"
+        "--prompt-spans", choices=_SPANS, help="parts of the prompt to score; default: as --spans"
     )
     parser.add_argument(
         "--hops",
         type=int,
-        help="how often relevance on the answer's own tokens goes on towards the prompt; 0 if left",
+        help="how often relevance of answer tokens is passed on towards the prompt; default: 0",
     )
     parser.add_argument("--labels", type=Path, help="file with the name of a class per line")
     parser.add_argument(
         "--maps",
         nargs="*",
         choices=("attention", "contributions"),
-        help="token-to-token maps of the report; none if nothing follows; attention if left",
+        help="token-to-token maps in the report, or no value for none; default: attention",
     )
     parser.add_argument("--layers", nargs="+", type=int, help="layers whose maps are shown")
     parser.add_argument(
-        "--cuts", type=int, metavar="N", help="messages that a report cuts; 20 beside maps if left"
+        "--cuts", type=int, metavar="N", help="messages that a report cuts; default: 20 with maps"
     )
     parser.add_argument(
         "--out",
         type=Path,
-        help="file to write: .html, .png, .json or .csv, or - to print JSON; report.html, or "
-        "answers.html, if left",
+        help="file to write: .html, .png, .json or .csv, or - to print JSON; default: report.html, "
+        "or answers.html",
     )
-    parser.add_argument("--title", help="a heading; the model's name if left")
+    parser.add_argument("--title", help="a heading; default: the model's name")
     add_source_to(parser)
     add_force_to(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
@@ -148,18 +148,18 @@ def add_to(commands: Any) -> None:
 
 
 def add_source_to(parser: argparse.ArgumentParser) -> None:
-    """Add the options for loading MODEL."""
-    parser.add_argument("--device", default="cpu", help="where the model runs; cpu if left")
-    parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="float32 if left")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="the model's own if left")
-    parser.add_argument("--hub", action="store_true", help="MODEL may be fetched from the hub")
+    """Add the options for loading MODEL, which several subcommands have."""
+    parser.add_argument("--device", default="cpu", help="device of the model; default: cpu")
+    parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="default: float32")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="default: the model's tokenizer")
+    parser.add_argument("--hub", action="store_true", help="allow to download MODEL from the hub")
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python files that MODEL brings along"
+        "--trust-remote-code", action="store_true", help="run Python files in MODEL's folder"
     )
 
 
 def loaded_by(options: argparse.Namespace) -> Loaded:
-    """Return the model that the command's arguments name, with its tokenizer."""
+    """Load the model that the arguments name, with its tokenizer or image processor."""
     from ..explain.loading import Source, load
 
     source = Source(options.model, options.tokenizer, options.hub, options.trust_remote_code)
@@ -245,7 +245,7 @@ def _name_of(model: str) -> str:
 def _files(
     options: argparse.Namespace, methods: Mapping[str, Any], their_options: Mapping[str, Any]
 ) -> list[Path]:
-    """Return the files to write; for pictures also one by role."""
+    """Return the files to write; pictures of texts have a second file for methods with roles."""
     from ..viz.html.parts import tells_roles
     from ..viz.html.writing import picture_files
 
@@ -261,7 +261,7 @@ def _files(
 
 
 def _is_answer(options: argparse.Namespace) -> bool:
-    """Return True if spans of an answer are requested."""
+    """Return True if an option asks to explain the spans of a generated or given answer."""
     names = ("generate", "answer", "spans", "prompt_spans", "hops")
     return any(getattr(options, name) is not None for name in names)
 
@@ -269,23 +269,27 @@ def _is_answer(options: argparse.Namespace) -> bool:
 def _run_on_answers(options: argparse.Namespace) -> None:
     from ..attr import SSMLLMAttribution
     from ..attr.catalogue import holds_identity
-    from ..explain.answers import FORMATS, told, write_answers
+    from ..explain.answers import FORMATS, answer_lines, write_answers
     from ..explain.methods import method_classes, under_rules
     from ..viz.html.generated import about_answers, explain_answers
     from ..viz.html.writing import check_format, picture_files
 
     for name in _NOT_OF_ANSWERS:
         if getattr(options, name) is not None:
-            raise OptionError(f"--{name.replace('_', '-')} is not for answers. Leave it out.")
+            raise OptionError(
+                f"--{name.replace('_', '-')} has no effect on explained answers. Leave it out."
+            )
     if options.generate is not None and (options.answer is not None or options.generate < 1):
         raise OptionError(
-            f"--generate {options.generate} must be at least 1, and goes without --answer."
+            f"--generate {options.generate} and --answer {options.answer!r}: pass a number of at "
+            "least 1 to --generate, or only --answer."
         )
     methods = method_classes(options.method)
     named, their_options = under_rules(methods, options.rule, options.baselines)
     if len(named) > 1:
         raise OptionError(
-            f"Answers are explained by one method, but {', '.join(named)} are named. Name one."
+            f"--method and --rule name {', '.join(named)}, but answers are explained with one "
+            "method. Name one."
         )
     ((name, method),) = named.items()
     out = options.out or Path("answers.html")
@@ -294,7 +298,9 @@ def _run_on_answers(options: argparse.Namespace) -> None:
     check_new(picture_files(out, count), options)
     is_page = out.suffix.lower() == ".html"
     if options.title is not None and not is_page:
-        raise OptionError(f"--title is for a page, and {out} is none. Leave it out.")
+        raise OptionError(
+            f"--title is only for pages, and {out} is not a .html file. Leave --title out."
+        )
     whole, contrast = ("word", "mean") if is_page else ("sentence", "all")
     adds_up = hasattr(method, "answer_in_turn")
     make_folder(out.parent)
@@ -302,7 +308,10 @@ def _run_on_answers(options: argparse.Namespace) -> None:
     texts = _inputs(loaded, options)
     assert isinstance(texts, list)
     if not loaded.is_language or loaded.tokenizer is None:
-        raise OptionError("--generate, --answer and --spans are for models that write texts.")
+        raise OptionError(
+            f"--generate, --answer and --spans need a language model, and {options.model} is "
+            "none. Leave them out."
+        )
     found = explain_answers(
         SSMLLMAttribution(method(loaded.model), loaded.tokenizer),
         texts,
@@ -317,8 +326,8 @@ def _run_on_answers(options: argparse.Namespace) -> None:
     )
     print_any_letters()
     for result in found if not is_page else ():
-        print(f"The answer, and what it is due to by {name}:")
-        print(told(result))
+        print(f"Spans of the answer, with the most relevant parts of the prompt by {name}:")
+        print(answer_lines(result))
     identity = holds_identity(method)
     page = {
         "title": options.title,
@@ -343,13 +352,13 @@ def _tell(found: list[Explanation]) -> None:
 
 
 def print_any_letters() -> None:
-    """Let tokens be printed whose letters a terminal lacks."""
+    """Print letters that the terminal's encoding lacks as escapes, instead of an error."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _inputs(loaded: Loaded, options: argparse.Namespace) -> Tensor | list[str]:
-    """Return the texts, or the images (B, C, H, W)."""
+    """Return the texts, or a tensor of the images (B, C, H, W), that the options name."""
     if options.image:
         if loaded.prepare is None:
             raise OptionError(f"--image: {options.model} reads texts. Use --text or --file.")
@@ -360,12 +369,12 @@ def _inputs(loaded: Loaded, options: argparse.Namespace) -> Tensor | list[str]:
 
 
 def _check_maps(options: argparse.Namespace, is_page: bool) -> None:
-    """Raise an error if an option that applies only to reports is given for another format."""
+    """Raise if an option that applies only to reports is combined with a different format."""
     for name in ("maps", "layers", "cuts"):
         if not is_page and getattr(options, name) is not None:
             raise OptionError(
-                f"--{name} changes a report, and {options.out} is none. Leave it "
-                "out, or let --out end in .html."
+                f"--{name} only applies to reports, and {options.out} is not a .html file. Leave "
+                f"--{name} out, or let --out end in .html."
             )
 
 
@@ -374,8 +383,11 @@ def _read(option: str, file: Path) -> str:
     try:
         return file.read_text("utf-8")
     except OSError as error:
-        raise OptionError(f"{option} {file} cannot be read: {error.strerror}.") from error
+        raise OptionError(
+            f"{option} {file} cannot be read: {error.strerror}. Pass a text file."
+        ) from error
     except UnicodeDecodeError as error:
         raise OptionError(
-            f"{option} {file} is not UTF-8 text: {error}. Save it as one; images go by --image."
+            f"{option} {file} is not UTF-8 text: {error}. Save it as UTF-8, or pass an image with "
+            "--image."
         ) from error

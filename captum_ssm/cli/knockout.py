@@ -1,4 +1,4 @@
-"""``captum-ssm knockout``."""
+"""The subcommand ``captum-ssm knockout``, which cuts messages between tokens."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
     from ..viz.html.example import ShownExample, Subject
     from ..viz.html.outline import Outline
 
-_DESCRIPTION = """Run a model on a text, or an image, without some of the messages between its
-tokens, and say what that does to the prediction.  Without --from and --to, the strongest edges are
-found and each is cut by itself.  MODEL is what captum-ssm explain takes.
+_DESCRIPTION = """Run a model on a text or an image without some of the messages between its tokens,
+and print how the prediction changes.  Without --from and --to, the strongest messages are found,
+and each is cut separately.  MODEL has the same forms as for captum-ssm explain.
 
-Tokens are named by words of the text, or by positions from 0, also from the end as -1, or as a
-slice, such as 0:4, or : for all; patches by positions, or as in "row 2, column 3".
+Write tokens as words of the text, as positions from 0 or from the end (-1), as a slice such as 0:4,
+or as : for all tokens.  Write patches of an image as positions, or as "row 2, column 3".
 
 Examples:
   captum-ssm knockout recall-mamba "anna owns the lamp . bob owns the kite . ? anna owns the"
   captum-ssm knockout recall-mamba "anna owns the lamp . bob owns the kite . ? anna owns the" \\
       --layers 1 --from lamp --to -1"""
 
-#: The components, repeated here so that the command's help does not import torch.
+#: Components of a mixer, repeated here so that ``--help`` does not import torch.
 _COMPONENTS = ("activation", "conv", "gate", "norm", "scan", "skip")
 _NUMBER = re.compile(r"-?\d+")
 _FIRST_ORDER = (
-    "≈ The estimate is of first order: it misses how norms behind this layer change without a "
+    "≈ The estimate is of first order: it ignores that norms after this layer change without a "
     "large message."
 )
-#: Options that apply only to edges that --from or --to name.
+#: Options that need --from or --to, because they select parts of the named messages.
 _OF_NAMED = ("heads", "component", "selection", "replace")
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the subparsers."""
+    """Add the subcommand ``knockout`` to the parser's subcommands."""
     parser = commands.add_parser(
         "knockout",
         help="cut messages between tokens: what the model then predicts",
@@ -56,45 +56,45 @@ def add_to(commands: Any) -> None:
     parser.add_argument("text", metavar="TEXT|IMAGE", help="the text, or the file of the image")
     parser.add_argument(
         "--target",
-        help="whose logit effects are on: a class's name or number, or the next token's text, or "
-        "its id as id:NUMBER; if left, what the model predicts",
+        help="the class whose logit is compared, as name or number; or the next token, as text or "
+        "as id:NUMBER; default: the model's prediction",
     )
     parser.add_argument(
         "--layers",
         nargs="+",
         metavar="L",
-        help="numbers or names of mixers, or the name of a family, attention or ssm; all if left",
+        help="numbers or names of mixers, or attention or ssm for all of a family; default: all",
     )
     parser.add_argument(
-        "--from", nargs="+", dest="sources", metavar="T", help="tokens that send; if left, "
-        "all that the mixers write to those of --to goes, biases too"
+        "--from", nargs="+", dest="sources", metavar="T", help="tokens that send messages; "
+        "default: cut all that the mixers write to the tokens of --to, also biases"
     )  # fmt: skip
     parser.add_argument(
-        "--to", nargs="+", dest="targets", metavar="T", help="tokens that receive; all if left"
+        "--to", nargs="+", dest="targets", metavar="T", help="receiving tokens; default: all"
     )
     parser.add_argument(
-        "--heads", nargs="+", type=int, help="of these heads (of Mamba-1: channels) alone"
+        "--heads", nargs="+", type=int, help="cut only these heads (channels for Mamba-1)"
     )
     parser.add_argument(
-        "--component", nargs="+", choices=_COMPONENTS, help="only what these components carry"
+        "--component", nargs="+", choices=_COMPONENTS, help="cut only these mixer components"
     )
     parser.add_argument(
         "--selection",
         action="store_true",
-        help="take what the sources do to B, C, steps and gates away as well",
+        help="also remove the sources' influence on B, C, step sizes and gates",
     )
     parser.add_argument(
         "--replace",
         metavar="mean|TEXT|IMAGE",
-        help="what comes in place of messages: what the mean token would send, or what is sent in "
-        "a run on another text or image of as many tokens; nothing if left",
+        help="replace messages by those of the mean token, or by those in a run on a different "
+        "text or image with as many tokens; default: remove messages",
     )
     parser.add_argument(
         "--top",
         type=int,
         default=8,
         metavar="N",
-        help="how many edges are listed without --from and --to; 8 if left",
+        help="number of messages to list without --from and --to; default: 8",
     )
     parser.add_argument("--json", action="store_true", help="print numbers as JSON")
     add_source_to(parser)
@@ -111,11 +111,11 @@ def run(options: argparse.Namespace) -> None:
     for name in () if named else _OF_NAMED:
         if getattr(options, name):
             raise OptionError(
-                f"--{name} chooses the part to cut of edges that --from or --to name. Name some, "
-                "or leave it out."
+                f"--{name} selects parts of the messages that --from and --to name, but both are "
+                f"missing. Pass --from or --to, or leave --{name} out."
             )
     if options.top < 1:
-        raise OptionError(f"--top {options.top}: at least 1 edge is to be found.")
+        raise OptionError(f"--top {options.top}: pass a number of at least 1.")
     loaded = loaded_by(options)
     from ..edges import EdgeEffects
     from ..explain.typed_target import read_target
@@ -152,7 +152,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _read(loaded: Loaded, subject: Subject, given: str, target: Any = None) -> ShownExample:
-    """Return the text, or the image in a file."""
+    """Return an example of the text ``given``, or of the image in the file ``given``."""
     from ..viz.html.example import read_examples
 
     inputs: Any = given if loaded.tokenizer is not None else loaded.prepared([Path(given)])
@@ -200,22 +200,22 @@ def _edges(options: argparse.Namespace, example: ShownExample) -> Edges:
 
 
 def _layers(given: list[str]) -> Any:
-    """Return typed layers as numbers or names, in the form of ``Edges.layers``."""
+    """Convert numbers and names on the command line to a value of ``Edges.layers``."""
     found = [int(one) if _NUMBER.fullmatch(one) else one for one in given]
     return found[0] if len(found) == 1 else found
 
 
 def _replacement(given: str | None, loaded: Loaded, subject: Subject, example: ShownExample) -> Any:
-    """Return the replacement of messages, as :func:`captum_ssm.knock_out` takes it."""
+    """Return the argument ``replace`` of :func:`captum_ssm.knock_out`."""
     if given is None or given == "mean":
         return given
     other = _read(loaded, subject, given)
     counts = [each.inputs.shape[1] for each in (other, example)]
     if counts[0] != counts[1]:
         raise OptionError(
-            f"--replace {given!r} has {counts[0]} tokens, the text has {counts[1]}: "
-            f"{', '.join(other.names or ())} in place of {', '.join(example.names or ())}. Use a "
-            "text of as many."
+            f"--replace {given!r} has {counts[0]} tokens ({', '.join(other.names or ())}), but the "
+            f"text has {counts[1]} ({', '.join(example.names or ())}). Pass a text with "
+            f"{counts[1]} tokens."
         )
     return other.inputs
 
@@ -239,13 +239,13 @@ def _said_of_cut(cut: Cut) -> list[str]:
             f"The output goes from {cut.before:.4g} to {cut.without:.4g}: it loses {cut.true:.4g}"
         )
     if cut.estimated is None:
-        return [*lines, f"{effect}; of --selection and --replace there is no estimate."]
-    return [*lines, f"{effect}; the estimate beforehand was {cut.estimated:.4g}."]
+        return [*lines, f"{effect}; with --selection or --replace there is no estimate."]
+    return [*lines, f"{effect}; the estimate was {cut.estimated:.4g}."]
 
 
 def _said_of_edges(found: list[Held], names: Any, known: Outline) -> list[str]:
     if not found:
-        return ["No edge has any effect on it."]
+        return ["No message has an effect on it."]
     chances = [
         f"{_word(answer.label)} {answer.probability:.4f}" for answer in known.predictions[:3]
     ]
@@ -261,14 +261,14 @@ def _said_of_edges(found: list[Held], names: Any, known: Outline) -> list[str]:
     ]
     return [
         *([f"Probabilities: {', '.join(chances)}."] if chances else []),
-        "What it loses when each of the strongest edges is cut:",
+        "Decrease of its logit if each of the strongest messages is cut:",
         *_table(("layer", "from", "to", "estimated", "true"), rows),
         *([_FIRST_ORDER] if any(edge.first_order for edge, _ in found) else []),
     ]
 
 
 def _word(name: str) -> str:
-    """Return a token as it is printed in a line."""
+    """Return a token as it is printed within a line: without surrounding spaces."""
     from ..viz.labels import spelled
 
     return spelled(name).strip()

@@ -20,17 +20,17 @@ def set_options(
     model: nn.Module,
     inputs: Tensor,
 ) -> None:
-    """Add typed options to each method's options, and defaults that depend on the inputs.
+    """Add options from the command line, and defaults that depend on the inputs, to ``options``.
 
     Args:
         methods: the methods by name.
-        options: options by method; typed options are added here.
-        given: typed options, such as ``"n_steps=50"``.
+        options: the options of each method, by name; changed in place.
+        given: options as typed, such as ``"n_steps=50"``.
         model: the explained model.
-        inputs: inputs of one example.
+        inputs: the inputs of one example.
 
     Raises:
-        OptionError: for another form than NAME=VALUE, an unknown name or value, or a method that
+        OptionError: when an option is not NAME=VALUE, a name or value is not accepted, or a method
             does not fit the model.
 
     Example:

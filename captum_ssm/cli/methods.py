@@ -1,4 +1,4 @@
-"""``captum-ssm methods`` and ``captum-ssm models``."""
+"""The subcommands ``captum-ssm methods`` and ``captum-ssm models``, which print lists."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def add_to(commands: Any) -> None:
-    """Add the commands to the subparsers."""
+    """Add the subcommands ``methods`` and ``models`` to the parser's subcommands."""
     parser = commands.add_parser(
         "methods",
-        help="list the methods, what they cost and what they say",
+        help="list the methods, their costs and results",
         description="List the methods. Example: captum-ssm methods --markdown",
     )
     parser.add_argument("--markdown", action="store_true", help="print a markdown table")
@@ -22,7 +22,7 @@ def add_to(commands: Any) -> None:
 
 
 def list_models(_: argparse.Namespace) -> None:
-    """Print the bundled models, one line each."""
+    """Print a line for each bundled model: name, class, and size."""
     from ..models.bundled import BUNDLED, load_bundled
 
     for name in BUNDLED:
@@ -32,7 +32,7 @@ def list_models(_: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the command."""
+    """Print the table of methods."""
     from ..explain.methods import methods_table
 
     print(methods_table(options.markdown))

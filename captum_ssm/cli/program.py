@@ -1,4 +1,4 @@
-"""A program of commands: its parser, exit codes, and error messages."""
+"""Run a program of several subcommands: parse arguments, print errors and return exit codes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from types import ModuleType
 from ..errors import CaptumSSMError
 from .surroundings import quiet_libraries
 
-#: Errors printed by message only; others are printed with type and a hint on tracebacks.
+#: Errors that are printed as their message; other errors also have a type, and a hint on --debug.
 _EXPECTED = (CaptumSSMError, ValueError, ImportError, OSError)
-_UNEXPECTED = " ({0}; {1} --debug ... shows where)"
+_UNEXPECTED = " ({0}; run {1} --debug ... for a traceback)"
 _TORCHVISION = (
     " torchvision does not fit torch {0} ({1}). Install the torchvision of this release and build, "
     "or uninstall it: pip uninstall torchvision."
 )
-#: Exit codes of shells for a closed pipe, and for an interrupt.
+#: Exit codes for a closed pipe and for an interrupt, as in shells.
 _NOT_READ, _INTERRUPTED = 141, 130
 
 
@@ -29,10 +29,10 @@ def run_program(
     commands: Iterable[ModuleType],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Run the requested command; return the exit code."""
+    """Parse ``arguments``, run the subcommand that they name, and return the exit code."""
     parser.add_argument("--version", action="version", version=f"{parser.prog} {version}")
     parser.add_argument(
-        "--debug", action="store_true", help="show tracebacks, and what libraries say"
+        "--debug", action="store_true", help="show tracebacks and messages of libraries"
     )
     parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in commands:
@@ -41,7 +41,7 @@ def run_program(
         try:
             return _run(parser.prog, parser.parse_args(arguments))
         finally:
-            sys.stdout.flush()  # here, where a reader that has gone can be caught
+            sys.stdout.flush()  # here, so that a closed pipe is caught
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NOT_READ
@@ -67,7 +67,7 @@ def _run(program: str, options: argparse.Namespace) -> int:
 
 
 def _misfit(error: BaseException | None) -> str:
-    """Return advice if an error's cause is a torchvision that does not fit torch, else ``""``."""
+    """Return advice if a torchvision that does not fit torch caused the error, else ``""``."""
     while error is not None:
         if "torchvision::" in str(error):
             import torch

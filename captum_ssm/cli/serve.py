@@ -1,4 +1,4 @@
-"""``captum-ssm serve``."""
+"""The subcommand ``captum-ssm serve``, which serves a page of examples and explanations."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from ..explain.loading import Loaded
     from ..insights.visualizer import AttributionVisualizer
 
-_DESCRIPTION = """Show what models predict for texts or images, and why, on a page that only this
-machine can open.  MODEL is a bundled model, a folder of transformers, or a file of Vision Mamba's
-weights; nothing is downloaded.  Files in a folder that is named after a class have it as their
-label.  End it by Ctrl-C.
+_DESCRIPTION = """Show models' predictions for texts or images with explanations, on a page that
+only this machine can open.  MODEL is a bundled model, a folder that transformers saved, or a
+weights file of Vision Mamba; nothing is downloaded.  If a file's folder has the name of a class,
+this is the file's label.  End the server with Ctrl-C.
 
 Examples:
   captum-ssm serve recall-mamba --texts prompts.txt
@@ -23,31 +23,31 @@ Examples:
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to the subparsers."""
+    """Add the subcommand ``serve`` to the parser's subcommands."""
     parser = commands.add_parser(
         "serve",
-        help="look through texts or images on a page, by all methods",
+        help="show texts or images with explanations by all methods on a page",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="several are shown side by side")
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="one or more models to compare")
     inputs = parser.add_mutually_exclusive_group(required=True)
-    inputs.add_argument("--texts", type=Path, help="file of one text a line, or folder of *.txt")
+    inputs.add_argument("--texts", type=Path, help="file of one text per line, or folder of *.txt")
     inputs.add_argument("--images", type=Path, help="folder of image files")
     parser.add_argument("--labels", type=Path, help="file with the name of a class per line")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="the first model's own if left")
-    parser.add_argument("--device", default="cpu", help="where the models run; cpu if left")
-    parser.add_argument("--port", type=int, help="of the page; a free one if left")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="default: each model's tokenizer")
+    parser.add_argument("--device", default="cpu", help="device of the models; default: cpu")
+    parser.add_argument("--port", type=int, help="port of the page; default: a free port")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the command until it is interrupted."""
+    """Serve the page until the command is interrupted."""
     visualizer_of(options).serve(blocking=True, debug=options.debug, port=options.port)
 
 
 def visualizer_of(options: argparse.Namespace) -> AttributionVisualizer:
-    """Return the visualizer of the command's page."""
+    """Load the models and examples that the options name, and return their visualizer."""
     from ..explain.loading import Source, load
     from ..insights.files import Images, TextFiles, common_classes
     from ..insights.visualizer import AttributionVisualizer

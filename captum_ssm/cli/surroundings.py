@@ -1,4 +1,4 @@
-"""The surroundings of a command: libraries that print, and files that exist already."""
+"""Silence other libraries during a command, and protect existing files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 from ..errors import OptionError
 
-#: Variables that silence libraries before their import; a user's setting wins.
+#: Environment variables that silence libraries, unless the user has set them.
 _QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Hide warnings, advice and progress of other packages; this package's are shown."""
+    """Hide warnings and progress bars of other packages, but not of this package."""
     before = dict(os.environ)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -37,7 +37,7 @@ def quiet_libraries() -> Iterator[None]:
 
 
 def _quiet_transformers(stack: ExitStack) -> None:
-    """Silence transformers' messages and progress bars until the stack is closed."""
+    """Silence messages and progress bars of transformers until the stack is closed."""
     logging = import_module("transformers.utils.logging")
     stack.callback(logging.set_verbosity, logging.get_verbosity())
     logging.set_verbosity_error()
@@ -47,14 +47,14 @@ def _quiet_transformers(stack: ExitStack) -> None:
 
 
 def add_force_to(parser: argparse.ArgumentParser) -> None:
-    """Add the option that lets files be replaced."""
-    parser.add_argument("--force", action="store_true", help="replace files that are there")
+    """Add the option ``--force``, which allows to replace files."""
+    parser.add_argument("--force", action="store_true", help="replace existing files")
 
 
 def check_new(files: Iterable[Path], options: argparse.Namespace) -> None:
-    """Raise if a file would be replaced, unless ``--force`` is set."""
+    """Raise if one of ``files`` exists, unless ``--force`` is set."""
     for file in () if options.force else files:
         if file.is_file():
             raise OptionError(
-                f"{file} is already there. Name another place by --out, or replace it by --force."
+                f"{file} already exists. Pass a different --out, or --force to replace it."
             )

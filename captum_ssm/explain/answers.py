@@ -1,4 +1,4 @@
-"""Output of explained answers (generated or given texts) as lines, pages, numbers or pictures."""
+"""Write explained answers, generated or given, as lines of text, pages, numbers or pictures."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..viz.html.writing import check_format, picture_files
 
 #: Accepted file name endings, and the contents of each kind of file.
 FORMATS = {".html": "a page", ".json": "numbers", ".png": "a picture of each text"}
-#: The number of prompt features printed for each span.
+#: The number of prompt spans printed for each span of the answer.
 _SHOWN = 3
 
 
-def told(result: SSMLLMAttributionResult) -> str:
-    """Return one line per span of an answer, with the prompt features of largest relevance."""
+def answer_lines(result: SSMLLMAttributionResult) -> str:
+    """Return a line for each span of an answer, with the most relevant spans of the prompt."""
     parts = result.spans
     assert parts is not None
     last = parts.hops[-1]

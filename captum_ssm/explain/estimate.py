@@ -1,4 +1,4 @@
-"""An estimate of the memory of a :class:`~captum_ssm.LatimFlow` call, without making the call.
+"""Estimate the memory of a :class:`~captum_ssm.LatimFlow` call without running the model.
 
 A language model is built from its configuration and explained with fake tensors, which have a shape
 and a dtype but no memory.  This takes seconds to minutes for a model of any size.  The bytes of the
@@ -24,7 +24,7 @@ from ..attr import LatimFlow
 from ..errors import CaptumSSMError, OptionError
 from ..linear import Rule
 
-#: Tokens of the shortest run; longer runs have a multiple.  All kernels' chunk sizes divide it.
+#: Tokens of the shortest run; longer runs have multiples. The chunk sizes of kernels divide it.
 _STEP = 256
 
 
@@ -75,7 +75,7 @@ def estimate_memory(
         True
     """
     if tokens < 1:
-        raise OptionError(f"tokens={tokens!r} is below 1. Pass at least 1.")
+        raise OptionError(f"tokens={tokens!r} is below 1. Pass a number of at least 1.")
     transformers = optional("transformers", "transformers", "An estimate")
     is_eager = getattr(config, "_attn_implementation", None) == "eager"
     config = copy.deepcopy(config)  # models may change their configuration
@@ -109,7 +109,7 @@ def estimate_memory(
 
 
 def _peak(explain: LatimFlow, model: nn.Module, tokens: int) -> int:
-    """Return the largest number of bytes that a call with ``tokens`` tokens adds."""
+    """Return the largest number of bytes that a call with ``tokens`` tokens adds to the weights."""
     width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
     inputs = torch.zeros(1, tokens, width, dtype=next(model.parameters()).dtype)
     held = _LiveUnread()
@@ -158,7 +158,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _LiveUnread(Live):  # type: ignore[no-untyped-call]
-    """Counts fake tensors; a value that is read is 0 or True, and comparisons are True."""
+    """Counts fake tensors, which have no values: code that reads one gets 0 or True."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:

@@ -1,4 +1,4 @@
-"""Conversion of image files to the inputs of models."""
+"""Convert image files to the inputs of models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..models import VisionMamba, VMamba
 from ..models.image_files import read_image
 
-#: Mean and standard deviation of ImageNet colors, with which the released models were trained.
+#: Mean and standard deviation of colors in ImageNet, on which the released models were trained.
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 #: Side length in pixels of the released models' images.
 _RELEASED = 224
@@ -27,33 +27,33 @@ _LONGEST = 100
 
 
 def processed(processor: Any, files: Sequence[Path]) -> Tensor:
-    """Read image files and convert them with a transformers image processor, (B, C, H, W)."""
+    """Read image files and convert them to (B, C, H, W) with a transformers image processor."""
     pictures = [_read(file).numpy() for file in files]
     found: Tensor = processor(images=pictures, return_tensors="pt")["pixel_values"]
     return found
 
 
 def scene(file: Path, side: int) -> Tensor:
-    """Read an image file and resize it to (3, S, S), from -1 to 1, for bundled classifiers."""
+    """Read an image file, resized to (3, side, side) and scaled to -1 to 1, for small models."""
     image = _read(file)[None].float() / 255
     resized = F.interpolate(image, size=(side, side), mode="bilinear", antialias=True)[0]
     return 2 * resized - 1
 
 
 def side_of(model: Any) -> int:
-    """Return the side length of the square input images of a bundled image classifier."""
-    if isinstance(model, VMamba):  # it has no position embeddings with a fixed size
+    """Return the side of the square images that a classifier of this package was trained on."""
+    if isinstance(model, VMamba):  # without position embeddings, the size is not in the weights
         return _SCENE
     side: int = _size(model)[0] if isinstance(model, VisionMamba) else model.config.image_size
     return side
 
 
 def for_vim(model: VisionMamba | VMamba, file: Path) -> Tensor:
-    """Read an image file; resize, crop and normalize it for released models, (3, H, W)."""
+    """Read an image file, and resize, crop and normalize it to (3, H, W) for released models."""
     projection: Any = next(m for m in model.patch_embed.modules() if isinstance(m, nn.Conv2d))
     if projection.in_channels != 3:
         raise InputError(
-            f"The model needs images with {projection.in_channels} color channels, but files are "
+            f"The model needs images with {projection.in_channels} color channels, but {file} is "
             "read with 3. Prepare the image in Python, and use captum_ssm.report."
         )
     height, width = _size(model) if isinstance(model, VisionMamba) else (_RELEASED, _RELEASED)
@@ -85,7 +85,7 @@ def _read(file: Path) -> Tensor:
     height, width = image.shape[1:]
     if max(height, width) > _LONGEST * min(height, width):
         raise InputError(
-            f"{file} has {width} x {height} pixels: one side is more than {_LONGEST} times the "
-            "other, and most of the image would be cut off. Crop the image."
+            f"{file} has {width} x {height} pixels: one side is more than {_LONGEST} times as long "
+            "as the other, so most of the image would be cut off. Crop the image."
         )
     return image

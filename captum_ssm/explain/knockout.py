@@ -1,4 +1,4 @@
-"""The prediction for one example with and without some edges (messages between tokens)."""
+"""Predict one example with and without some edges, the messages between its tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..edges.cut import Replacement
 from ..errors import OptionError
 from ..tracing import find_model
 
-#: The number of most probable answers listed, for each of the runs with and without the edges.
+#: The number of most probable answers to list, with and without the edges.
 _NAMED = 3
 
 _POSITION = re.compile(r"-?\d+")
@@ -24,7 +24,7 @@ _SLICE = re.compile(r"(-?\d+)?:(-?\d+)?")
 
 
 class ChangedAnswer(NamedTuple):
-    """The probabilities of a class or token (``label``) with the edges, and without them."""
+    """A class or token ``label``, and its probability with all edges and without the cut edges."""
 
     label: str
     before: float
@@ -35,11 +35,12 @@ class Cut(NamedTuple):
     """The effect of cutting edges on one example.
 
     Attributes:
-        answers: the explained answer, and the most probable answers with and without the edges;
-            empty for a model that returns one number.
-        before: the explained number with all edges.
-        without: the explained number without the edges.
-        estimated: the estimated loss of this number; None with ``selection`` or a replacement.
+        answers: the explained class or token, and the most probable ones with and without the
+            edges; empty for a model that returns one number.
+        before: the explained number (such as a logit) with all edges.
+        without: the explained number without the cut edges.
+        estimated: the estimated decrease of this number; None if ``selection`` or a replacement is
+            used.
     """
 
     answers: list[ChangedAnswer]
@@ -49,7 +50,7 @@ class Cut(NamedTuple):
 
     @property
     def true(self) -> float:
-        """The true loss of the explained number."""
+        """The true decrease of the explained number."""
         return self.before - self.without
 
 
@@ -68,19 +69,16 @@ def cut_edges(
     Args:
         method: the method that estimates effects, with the model.
         inputs: the example, a batch of one.
-        target: the explained output, in Captum's forms.
+        target: the explained class or token, in all forms that Captum accepts.
         edges: the edges to cut; several are cut together.
         label: function from the index of a class or token, and the model's output, to a name.
         additional: further arguments of the model. Default: None.
-        replace: the replacement of messages, as in :func:`~captum_ssm.knock_out`. Default: None,
+        replace: the replacement of messages, see :func:`~captum_ssm.knock_out`. Default: None,
             messages are removed.
 
-    Returns:
-        The predictions, and the estimated and true effect of the edges.
-
     Raises:
-        CaptumSSMError: as in :func:`~captum_ssm.knock_out` and :meth:`EdgeEffects.attribute
-            <captum_ssm.EdgeEffects.attribute>`.
+        CaptumSSMError: if :func:`~captum_ssm.knock_out` or :meth:`EdgeEffects.attribute
+            <captum_ssm.EdgeEffects.attribute>` does not accept the edges or the target.
 
     Example:
         >>> import torch
@@ -123,16 +121,13 @@ def cut_edges(
 def read_tokens(
     option: str, given: Sequence[str], names: Sequence[str], text: str
 ) -> slice | list[int]:
-    """Convert positions, words or one slice from the command line to token positions.
+    """Convert positions, words or one slice on the command line to a list or slice of positions.
 
     Args:
         option: the name of the command's option, for errors.
         given: positions such as ``3`` or ``-1``, words, or a slice such as ``0:4`` or ``:``.
-        names: the names of the text's tokens.
+        names: the tokens of the text.
         text: the text.
-
-    Returns:
-        A slice, or a list of positions.
 
     Raises:
         OptionError: if a word is not in the text or occurs several times, or if a slice is combined
@@ -154,13 +149,13 @@ def read_tokens(
     for one in given:
         if _SLICE.fullmatch(one):
             raise OptionError(f"{option} {one}: pass only a slice, or list all positions instead.")
-        found = [int(one)] if _POSITION.fullmatch(one) else _places(option, one, names, text)
+        found = [int(one)] if _POSITION.fullmatch(one) else _positions(option, one, names, text)
         positions += [position for position in found if position not in positions]
     return positions
 
 
-def _places(option: str, word: str, names: Sequence[str], text: str) -> list[int]:
-    """Return the positions of a word's tokens; raise if the word is missing or repeated."""
+def _positions(option: str, word: str, names: Sequence[str], text: str) -> list[int]:
+    """Return the positions of a word's tokens; raise if the text has the word never or twice."""
     places = []
     for first in range(len(names)):
         for last in range(first, len(names) if word in text else first + 1):
@@ -187,7 +182,7 @@ def _places(option: str, word: str, names: Sequence[str], text: str) -> list[int
 def _answers(
     before: Tensor, without: Tensor, target: Any, label: Callable[[int, Tensor], str]
 ) -> list[ChangedAnswer]:
-    """Return the explained answer and the most probable ones, with both probabilities."""
+    """Return the probabilities of the explained answer and of the most probable answers."""
     index = target_index(target, before)
     if index is None or before.shape[-1] == 1:
         return []

@@ -1,4 +1,4 @@
-"""Loading of a model to explain, with its tokenizer or image processor."""
+"""Load a model to explain, with its tokenizer or image processor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .image_inputs import for_vim, processed, scene, side_of
 #: A function from image files to the model's input (B, C, H, W).
 Prepare = Callable[[Sequence[Path]], Tensor]
 
-#: Endings of class names in configurations, and the Auto class of transformers that loads them.
+#: Endings of class names in configurations, and the transformers Auto class for each ending.
 _KINDS = {
     "ForCausalLM": "AutoModelForCausalLM",
     "LMHeadModel": "AutoModelForCausalLM",
@@ -44,8 +44,8 @@ class Source:
         name: the name of a bundled model, a folder saved by transformers or ``captum-ssm-bench
             train``, a weights file of Vision Mamba or VMamba, or with ``hub`` a name on the hub.
         tokenizer: the folder of a tokenizer, or with ``hub`` a name. Default: None, ``name``.
-        hub: whether the model may be downloaded. Default: False.
-        trust_remote_code: whether Python files beside the weights may be run. Default: False.
+        hub: whether the model may be downloaded from the Hugging Face hub. Default: False.
+        trust_remote_code: whether to run Python files in the model's folder. Default: False.
 
     Example:
         >>> from captum_ssm.explain.loading import Source
@@ -100,7 +100,9 @@ class Loaded:
         try:
             self.model.to(device)
         except (RuntimeError, AssertionError) as error:
-            raise OptionError(f"--device {device}: {error}. Pass a device such as cpu.") from error
+            raise OptionError(
+                f"--device {device}: {error}. Pass an available device, such as cpu."
+            ) from error
         if dtype != "auto":
             self.model.to(getattr(torch, dtype))
         return self
@@ -122,8 +124,8 @@ def load(source: Source) -> Loaded:
         DataNotFoundError: if there is no such model, folder or file.
         OptionError: if the folder contains neither a language model, a classifier nor a
             segmentation model.
-        CheckpointError: if configuration and weights do not fit, or if weights are missing, which
-            transformers would replace by random numbers.
+        CheckpointError: if configuration and weights do not fit, or if weights are missing, so that
+            transformers would use random weights.
 
     Example:
         >>> from captum_ssm.explain.loading import Source, load
@@ -143,7 +145,7 @@ def load(source: Source) -> Loaded:
 
 
 def _is_trained_here(folder: Path) -> bool:
-    """Return True if ``captum-ssm-bench train`` wrote the classifier in a folder."""
+    """Return True if the folder has a classifier that ``captum-ssm-bench train`` wrote."""
     with suppress(CaptumSSMError, OSError):  # other folders have no such files
         named = read_config(folder).get("architectures")
         return any(named == [name] for name in PLAIN) or CLS in WordVocabulary.from_json(
@@ -171,7 +173,7 @@ def _trained_here(folder: Path) -> Loaded:
 
 
 class SentenceClassifier(nn.Module):
-    """A sentence classifier made from a language model that predicts one of two class words."""
+    """A classifier of sentences: a language model that predicts one of two class words."""
 
     def __init__(self, model: nn.Module, reader: TextReader) -> None:
         super().__init__()
@@ -183,13 +185,13 @@ class SentenceClassifier(nn.Module):
 
 
 class _Sentences:
-    """The tokenizer of a bundled sentence classifier."""
+    """The tokenizer of a sentence classifier, with the interface of transformers."""
 
     def __init__(self, reader: TextReader) -> None:
         self._reader = reader
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, with or without the special class token."""
+        """Return the token ids of a text, with or without the special token of the class."""
         known = self._reader.vocabulary
         if not add_special_tokens:
             return [known.id_of(word) for word in ([text] if text in known else text_words(text))]
@@ -202,7 +204,7 @@ class _Sentences:
 
 
 def config_of(source: Source) -> Any:
-    """Load the configuration of a transformers model or a bundled model."""
+    """Load and check the configuration of a transformers model or a bundled model."""
     transformers = optional("transformers", "transformers", f"Loading {source.name}")
     name = str(weights_of(source.name).parent) if source.name in BUNDLED else source.name
     if not Path(name).is_dir() and not source.hub:

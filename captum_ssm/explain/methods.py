@@ -1,4 +1,4 @@
-"""Selection of methods and options by the command line, and a table of all methods."""
+"""Select methods and their options for the command line, and print a table of all methods."""
 
 from __future__ import annotations
 
@@ -41,19 +41,16 @@ def under_rules(
     rules: Sequence[Rule] | None,
     baselines: str | None,
 ) -> tuple[dict[str, type[Attribution]], dict[str, dict[str, Any]]]:
-    """Return methods and options by name, with one entry of LatimFlow per rule.
+    """Return the arguments ``methods`` and ``options`` of :func:`captum_ssm.compare`.
 
     Args:
-        methods: the classes.
-        rules: the rules of LatimFlow; None for the default rule.
+        methods: classes of methods.
+        rules: rules of LatimFlow, which is listed once per rule; None for the default rule.
         baselines: the baseline for methods with this option: ``"mean"``, or a number as text; None
             for the default.
 
-    Returns:
-        The arguments ``methods`` and ``options`` of :func:`captum_ssm.compare`.
-
     Raises:
-        OptionError: if none of the methods accepts the option.
+        OptionError: if none of the methods accepts rules or baselines.
 
     Example:
         >>> from captum_ssm import LatimFlow
@@ -71,12 +68,15 @@ def under_rules(
         if method is not LatimFlow or not rules:
             named[method.get_name()] = method
     if rules and LatimFlow not in methods:
-        raise OptionError("--rule is an option of LatimFlow. Add --method LatimFlow.")
+        raise OptionError(
+            f"--rule {rules[0]} is an option of LatimFlow. Add --method LatimFlow, or leave it out."
+        )
     if baselines is not None:
         taking = [name for name, method in named.items() if issubclass(method, LatimFlow)]
         if not taking:
             raise OptionError(
-                "--baselines is an option of LatimFlow and MambaLRP. Add --method LatimFlow."
+                f"--baselines {baselines} is an option of LatimFlow and MambaLRP. Add --method "
+                "LatimFlow, or leave it out."
             )
         for name in taking:
             options.setdefault(name, {})["baselines"] = _baselines(baselines)
@@ -90,7 +90,7 @@ def with_option(
     value: Any,
     asked: str,
 ) -> None:
-    """Add an option to each method that accepts it, in place; ``asked`` is the option's flag.
+    """Add an option, in place, to each method that accepts it; ``asked`` is the flag in errors.
 
     Example:
         >>> from captum_ssm import ImplicitAttention, LatimFlow
@@ -114,7 +114,7 @@ def with_option(
 def against(
     named: Mapping[str, type[Attribution]], options: Mapping[str, dict[str, Any]], contrast: str
 ) -> tuple[dict[str, type[Attribution]], dict[str, dict[str, Any]]]:
-    """Add the text of a contrast to the names of the methods that have this option.
+    """Rename methods with the option ``contrast``: add the text of the contrast to the name.
 
     Example:
         >>> from captum_ssm import LatimFlow, LatimNorm

@@ -1,4 +1,4 @@
-"""Selection of the explained pixels of a segmentation model."""
+"""Select the pixels of a segmentation model's output that are explained."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def over_pixels(
     mask: Path | None = None,
     pixel: Sequence[int] | None = None,
 ) -> Callable[..., Any]:
-    """Return the function to explain: the model, or for segmentation the mean over some pixels.
+    """Return the model; for a segmentation model, return its mean logits over selected pixels.
 
     Args:
-        loaded: the model.
+        loaded: the loaded model.
         inputs: the model's inputs.
-        mask: an image file, scaled to the model's output; the mean is over its light pixels.
-            Default: None, use ``pixel``.
-        pixel: row and column of the single explained pixel. Default: None, the pixels that the
+        mask: an image file, scaled to the model's output; select its light pixels. Default: None,
+            use ``pixel``.
+        pixel: row and column of the only selected pixel. Default: None, select the pixels that the
             model assigns to the class.
 
     Raises:
-        OptionError: if the model is no segmentation model, or if mask or pixel do not fit.
+        OptionError: if mask or pixel is passed for a different kind of model, or does not fit.
         DataError: if the file is not an image.
     """
     if not loaded.is_dense:
@@ -73,6 +73,7 @@ def _light(file: Path, size: tuple[int, int]) -> Tensor:
     found = F.interpolate(light[None, None].float(), size=size, mode="nearest")[0, 0].bool()
     if not bool(found.any()):
         raise OptionError(
-            f"--target-mask {file} has no light pixels at {size}. Pass another image."
+            f"--target-mask {file} has no light pixels after resizing to {size}. Pass an image "
+            "with a white area."
         )
     return found

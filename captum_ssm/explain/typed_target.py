@@ -1,4 +1,4 @@
-"""Conversion of a target typed on the command line to Captum's form."""
+"""Convert a target on the command line to Captum's form."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _ID = re.compile(r"id:(\d+)")
 
 
 def read_target(subject: Subject, text: str, *, language: bool, option: str = "--target") -> Any:
-    """Convert the text of a target to Captum's form.
+    """Convert the text of a target to Captum's form: the next token, or a class.
 
     Returns:
-        The index of a class; or, for a language model, (-1, token id) for the last position.
+        For a language model (-1, token id), the last position; otherwise the index of a class.
 
     Raises:
         OptionError: if the text is not one token, or not a class.
@@ -41,8 +41,8 @@ def read_target(subject: Subject, text: str, *, language: bool, option: str = "-
     try:
         found = Reader(codec, subject.forward_func, subject.module).target(text)
     except TargetError as error:
-        told = str(error).removeprefix("target=")
-        raise OptionError(f"{option} {told} To pass a token id, write id:NUMBER.") from error
+        message = str(error).removeprefix("target=")
+        raise OptionError(f"{option} {message} To pass a token id, write id:NUMBER.") from error
     if isinstance(found, tuple) is language and not isinstance(found, str):
         return found
     if language:

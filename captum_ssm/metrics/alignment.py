@@ -25,13 +25,13 @@ from .sample import Interval, Sample
 
 
 def best_links(maps: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return links from each target word to the most relevant source word, booleans (B, T, S).
+    """Link each target word to its most relevant source word.
 
     If several source words are equally relevant, all are linked, so a constant row has many links.
 
     Args:
         maps: relevance of source words for target words, (B, T, S).
-        mask: True for pairs of real words, (B, T, S). Default: None, all.
+        mask: True for pairs of words that are not padding, (B, T, S). Default: None, all.
 
     Returns:
         Booleans (B, T, S); a target word without a real source word has no link.
@@ -115,9 +115,6 @@ def link_counts(predicted: Tensor, sure: Tensor, possible: Tensor | None = None)
         possible: possible gold links, (B, T, S); sure links always count as possible. Default:
             None, only the sure links.
 
-    Returns:
-        :class:`LinkCounts`, with tensors (B,).
-
     Raises:
         InputError: when the shapes differ, or an entry is neither 0 nor 1.
 
@@ -179,7 +176,7 @@ def alignment_rates(counts: LinkCounts) -> Alignment:
 
 
 def link_accuracy(maps: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the share of target words whose most relevant source word is linked to them, (B,).
+    """Return the share of target words whose most relevant source word has a gold link to them.
 
     If several source words are equally relevant, the share of them with a gold link counts.
 
@@ -254,9 +251,6 @@ def best_layer(rates: Sequence[float]) -> int:
 
     Args:
         rates: the error rate of each layer, or NaN if it is undefined.
-
-    Returns:
-        The layer's index.
 
     Raises:
         InputError: when no layer has a rate.

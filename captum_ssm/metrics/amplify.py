@@ -47,7 +47,7 @@ class Demonstration:
 
 
 def misclassification_confidence(logits: Tensor, labels: Sequence[int] | Tensor) -> Tensor:
-    """Return how confident a misclassification is, positive for wrong predictions, (B,).
+    """Return the highest probability of a wrong class minus the probability of the right class.
 
     ::
 
@@ -81,15 +81,15 @@ def misclassification_confidence(logits: Tensor, labels: Sequence[int] | Tensor)
 
 
 def hardest_examples(logits: Tensor, labels: Sequence[int] | Tensor, count: int) -> Tensor:
-    """Return the indices of the examples with the most confident errors, (count,).
+    """Return the indices of the examples with the most confident errors.
 
     Args:
-        logits, labels: as in :func:`misclassification_confidence`.
+        logits: logits of at least two classes, (B, K).
+        labels: the right class of each example, (B,).
         count: the number of examples to return.
 
     Returns:
-        Indices of the examples with the highest :func:`misclassification_confidence`; the order of
-        equal examples does not change.
+        Indices (count,), sorted by :func:`misclassification_confidence`, the highest first.
 
     Raises:
         InputError: when there are fewer examples than ``count``.
@@ -104,7 +104,9 @@ def hardest_examples(logits: Tensor, labels: Sequence[int] | Tensor, count: int)
     check_positive(count, "count")
     confidence = misclassification_confidence(logits, labels)
     if count > len(confidence):
-        raise InputError(f"count={count}, but logits has {len(confidence)}. Pass at most that.")
+        raise InputError(
+            f"count={count} is above the {len(confidence)} examples in logits. Pass a lower count."
+        )
     return confidence.argsort(descending=True, stable=True)[:count]
 
 
@@ -115,9 +117,6 @@ def key_words(words: Sequence[str], relevance: Tensor, count: int = 5) -> tuple[
         words: the words of a text.
         relevance: the relevance of each word, (n,).
         count: the number of words; all distinct words if there are fewer. Default: 5.
-
-    Returns:
-        The most relevant words.
 
     Raises:
         InputError: when the numbers of words and of entries of relevance differ.
@@ -131,20 +130,19 @@ def key_words(words: Sequence[str], relevance: Tensor, count: int = 5) -> tuple[
     check_positive(count, "count")
     scores = as_scores(relevance, "relevance", dims=1)
     if len(words) != len(scores):
-        raise InputError(f"words has {len(words)}, relevance {len(scores)} entries. Pass one each.")
+        raise InputError(
+            f"words has {len(words)} entries, but relevance has {len(scores)}. Pass one per word."
+        )
     order = torch.argsort(scores, descending=True, stable=True).tolist()
     return tuple(list(dict.fromkeys(words[i] for i in order))[:count])
 
 
 def amplify_prompt(demonstrations: Sequence[Demonstration], question: str) -> str:
-    """Return a prompt of demonstrations with rationales and answers, and a question.
+    """Return a few-shot prompt: the demonstrations with rationales and answers, then the question.
 
     Args:
         demonstrations: one or more examples with answers.
-        question: the question to answer.
-
-    Returns:
-        The prompt, which ends in ``Answer:``.
+        question: the question that the model answers after the prompt's last word, ``Answer:``.
 
     Raises:
         InputError: when there is no demonstration.

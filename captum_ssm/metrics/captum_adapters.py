@@ -41,7 +41,7 @@ def token_infidelity(
     internal_batch_size: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """Measure infidelity under the removal of random tokens (Yeh et al. 2019), (B,).
+    """Measure infidelity under the removal of random tokens (Yeh et al. 2019).
 
     Infidelity is the expected squared difference between the relevance of the removed tokens and
     the decrease of the target::
@@ -137,7 +137,7 @@ def token_sensitivity(
     internal_batch_size: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """Return the largest relative change of relevance for small changes of the input, (B,).
+    """Return the largest relative change of relevance for small changes of the input.
 
     For embeddings, uniform noise is added (Yeh et al. 2019; Captum's sensitivity_max). For token
     ids, a share of them is replaced by random ids::
@@ -269,5 +269,5 @@ def _check(samples: int, internal_batch_size: int | None, batch: int) -> None:
     if internal_batch_size is not None and internal_batch_size < batch:
         raise OptionError(
             f"internal_batch_size={internal_batch_size} is below the batch size {batch}, and "
-            "Captum runs the whole batch for each draw. Pass at least that, or fewer examples."
+            f"Captum runs the whole batch for each draw. Pass at least {batch}, or fewer examples."
         )

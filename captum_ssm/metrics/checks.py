@@ -69,7 +69,7 @@ def _finite(x: Tensor, name: str) -> Tensor:
 
 
 def as_flags(flags: Any, like: Tensor, name: str) -> Tensor:
-    """Return booleans, or numbers 0 and 1, as booleans; raise unless their shape is ``like``'s."""
+    """Convert 0 and 1 to booleans; raise for other values, or for other shapes than ``like``."""
     if not isinstance(flags, Tensor):
         raise InputError(f"{name} is of type {type(flags).__name__}. Pass a tensor.")
     if flags.shape != like.shape:

@@ -67,12 +67,14 @@ def class_targets(target: Any, logits: Tensor) -> Tensor:
             "None for the model's predictions."
         )
     if not bool(((found >= 0) & (found < classes)).all()):
-        raise TargetError(f"target={target!r} is no class. Pass classes from 0 to {classes - 1}.")
+        raise TargetError(
+            f"target={target!r} is not a class of the model. Pass classes from 0 to {classes - 1}."
+        )
     return found.long().expand(batch)
 
 
 def curves(logits: Tensor, target: Tensor, fractions: Tensor) -> Perturbed:
-    """Compute the curves of each example's class, ``target`` (B,), from logits (B, F, K)."""
+    """Return the curves of each example's target class, from logits (B, F, K) at F shares."""
     index = target[:, None, None].expand(*logits.shape[:2], 1)
     chosen = [logits.argmax(-1) == target[:, None]]
     chosen += [x.gather(-1, index)[..., 0] for x in (logits.double().softmax(-1), logits)]

@@ -13,7 +13,7 @@ from .checks import as_scores, masked_scores
 
 
 def decomposition_error(outputs: Tensor, decomposed: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the relative error of a decomposition of an output y, (B,).
+    """Return the relative error of a decomposition of an output y.
 
     ::
 
@@ -42,8 +42,8 @@ def decomposition_error(outputs: Tensor, decomposed: Tensor, mask: Tensor | None
     parts, _ = masked_scores(decomposed, mask, "decomposed", dims=3, features=True)
     if whole.shape != parts.shape:
         raise InputError(
-            f"outputs has shape {tuple(whole.shape)}, decomposed {tuple(parts.shape)}. Pass "
-            "tensors of the same shape."
+            f"outputs has shape {tuple(whole.shape)}, but decomposed has {tuple(parts.shape)}. "
+            "Pass tensors of the same shape."
         )
     whole, parts = whole.double(), parts.double().to(whole.device)
     missed, size = (x.abs().sum((1, 2)) for x in (whole - parts, whole))
@@ -51,7 +51,7 @@ def decomposition_error(outputs: Tensor, decomposed: Tensor, mask: Tensor | None
 
 
 def completeness_error(relevance: Tensor, explained: Tensor) -> Tensor:
-    """Return the relative difference between the sum of relevance and the right sum, (B,).
+    """Return the relative difference between the sum of relevance and the explained number.
 
     ::
 
@@ -79,7 +79,7 @@ def completeness_error(relevance: Tensor, explained: Tensor) -> Tensor:
     target = as_scores(explained, "explained", dims=1).double().to(scores.device)
     if len(scores) != len(target):
         raise InputError(
-            f"relevance has {len(scores)} examples, explained {len(target)} numbers. Pass one for "
-            "each example."
+            f"relevance has {len(scores)} examples, but explained has {len(target)} numbers. Pass "
+            "one number per example."
         )
     return (target - scores.flatten(1).sum(1)).abs() / target.abs().where(target != 0, float("nan"))

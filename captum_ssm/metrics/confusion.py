@@ -16,7 +16,7 @@ from .checks import check_positive
 
 
 def confusion(predicted: Tensor, gold: Tensor, classes: int, ignored: int | None = None) -> Tensor:
-    """Count the pixels of each image by true and predicted class, (B, K, K).
+    """Count the pixels of each image by true and predicted class.
 
     Args:
         predicted: predicted classes 0 to K - 1, integers or booleans (B, ...).
@@ -55,7 +55,7 @@ def confusion(predicted: Tensor, gold: Tensor, classes: int, ignored: int | None
 
 
 def pixel_accuracy(counts: Tensor) -> Tensor:
-    """Return the share of pixels with the right class, (...).
+    """Return the share of pixels with the right class.
 
     Args:
         counts: the result of :func:`confusion`, or a sum of it over images, (..., K, K).
@@ -77,7 +77,7 @@ def pixel_accuracy(counts: Tensor) -> Tensor:
 
 
 def iou(counts: Tensor) -> Tensor:
-    """Return the intersection over union (IoU) of each class, (..., K).
+    """Return the intersection over union (IoU) of each class.
 
     ::
 
@@ -104,7 +104,7 @@ def iou(counts: Tensor) -> Tensor:
 
 
 def mean_iou(counts: Tensor) -> Tensor:
-    """Return the mean of :func:`iou` over the classes that occur as true or predicted class, (...).
+    """Return the mean of :func:`iou` over the classes that occur as true or predicted class.
 
     Args:
         counts: as in :func:`pixel_accuracy`, (..., K, K).
@@ -125,7 +125,7 @@ def mean_iou(counts: Tensor) -> Tensor:
 
 
 def f1(counts: Tensor) -> Tensor:
-    """Return the F1 score of each class, 2 TP / (2 TP + FP + FN), (..., K).
+    """Return the F1 score of each class: 2 TP / (2 TP + FP + FN).
 
     Args:
         counts: as in :func:`pixel_accuracy`, (..., K, K).
@@ -153,7 +153,7 @@ def _diagonal(counts: Tensor) -> Tensor:
 
 
 def _labels(labels: Tensor, counts: Tensor, classes: int, name: str) -> Tensor:
-    """Return labels as integers, with 0 at ignored pixels; raise if a label is no class."""
+    """Return labels as integers, with 0 at ignored pixels; raise if a label is not a class."""
     if labels.is_floating_point():
         raise InputError(f"{name} has dtype {labels.dtype}. Pass classes as integers or booleans.")
     labels = labels.long().where(counts, 0)

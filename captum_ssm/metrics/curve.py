@@ -47,7 +47,7 @@ class Curve:
     def __post_init__(self) -> None:
         if self.values.dim() != 2 or self.values.shape[1:] != self.fractions.shape:
             raise InputError(
-                f"values has shape {tuple(self.values.shape)}, fractions "
+                f"values has shape {tuple(self.values.shape)}, but fractions has "
                 f"{tuple(self.fractions.shape)}. Pass values with one column for each fraction."
             )
 
@@ -56,7 +56,7 @@ class Curve:
         return self.values.mean(0)
 
     def area(self, *, normalized: bool = True) -> Tensor:
-        """Return the area under each example's curve with the trapezoid rule, (B,).
+        """Return the area under each example's curve with the trapezoid rule.
 
         Args:
             normalized: divide by the distance between the first and last share, so that the area
@@ -85,7 +85,7 @@ def change_order(
     mask: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return the rank of each unit in the order of changes, from 0 to N - 1, (B, N).
+    """Return the rank of each unit in the order of changes.
 
     Args:
         relevance: the relevance of each unit, (B, N).

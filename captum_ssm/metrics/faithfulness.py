@@ -82,7 +82,7 @@ def token_faithfulness(
 
 
 def relevance_mass(relevance: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the share of the positive relevance that belongs to true units, (B,).
+    """Return the share of the positive relevance that belongs to true units.
 
     Args:
         relevance: the relevance of each unit, (B, ...).

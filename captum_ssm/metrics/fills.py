@@ -18,7 +18,7 @@ NAMES = ("mean", "blur")
 
 
 def black(mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Return the value of a black pixel in normalized images, -mean / std per channel, (C,).
+    """Return the value of a black pixel in normalized images: -mean / std for each channel.
 
     Args:
         mean, std: the mean and standard deviation of the normalization, one number per channel.
@@ -49,11 +49,8 @@ def blurred(images: Tensor, sigma: float = 11.0) -> Tensor:
     At the edges, images are padded with the values of the edge pixels.
 
     Args:
-        images: (B, C, H, W).
+        images: a batch of images (B, C, H, W); the result has the same shape and dtype.
         sigma: the standard deviation. Default: 11, as in published code for images of 224 pixels.
-
-    Returns:
-        Blurred images (B, C, H, W) in the images' dtype.
 
     Raises:
         OptionError: when sigma is not above 0.
@@ -84,7 +81,7 @@ def filled(images: Tensor, fill: Fill) -> Tensor:
     """Return the values that replace pixels, in a shape that can be broadcast to (B, C, H, W).
 
     Args:
-        images: (B, C, H, W).
+        images: a batch of images (B, C, H, W).
         fill: a number; a number per channel (C,), such as :func:`black`; images of the same shape;
             ``"mean"``, each image's mean color; or ``"blur"``, :func:`blurred`.
     """

@@ -23,15 +23,12 @@ from .fills import Fill, filled
 
 
 def pixel_relevance(relevance: Tensor, size: tuple[int, int]) -> Tensor:
-    """Convert the relevance of images or patches to one number per pixel, (B, H, W).
+    """Convert the relevance of images or patches to one number per pixel (B, H, W).
 
     Args:
         relevance: relevance of images (B, C, H, W), which is summed over channels, or a map (B, h,
             w), for example of patches, which is resized bilinearly as in the published code.
         size: the height H and width W of the images.
-
-    Returns:
-        Relevance (B, H, W).
 
     Raises:
         InputError: when relevance is neither (B, C, H, W) nor (B, h, w).
@@ -109,7 +106,9 @@ def image_perturbation(
     shares = as_fractions(fractions)
     maps = pixel_relevance(relevance, (images.shape[2], images.shape[3]))
     if len(maps) != len(images):
-        raise InputError(f"relevance has {len(maps)} maps for {len(images)} images. Pass one each.")
+        raise InputError(
+            f"relevance has {len(maps)} maps for {len(images)} images. Pass one map per image."
+        )
     order = change_order(maps.flatten(1), most_first=most_first, generator=generator)
     parts, whole = [], []
     for cut in batch_parts(len(images), internal_batch_size):

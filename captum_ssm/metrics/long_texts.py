@@ -20,7 +20,7 @@ MODES = ("all", "any")
 def answers_found(
     predictions: Sequence[str], answers: Sequence[Sequence[str]], mode: str = "all"
 ) -> Tensor:
-    """Return the share of reference answers that occur in each prediction, (n,).
+    """Return the share of reference answers that occur in each prediction.
 
     Args:
         predictions: the text that the model generated for each example.
@@ -47,10 +47,12 @@ def answers_found(
         raise OptionError(f"mode={mode!r}: pass one of {MODES}.")
     if len(predictions) != len(answers):
         raise InputError(
-            f"predictions has {len(predictions)} entries, answers {len(answers)}. Pass one each."
+            f"predictions has {len(predictions)} entries, but answers has {len(answers)}. Pass a "
+            "list of answers for each prediction."
         )
-    if any(isinstance(wanted, str) or not len(wanted) for wanted in answers):
-        raise InputError("answers: pass a list of one or more references for each example.")
+    for wanted in answers:
+        if isinstance(wanted, str) or not len(wanted):
+            raise InputError(f"answers has {wanted!r}. Pass a list of references per example.")
     found = []
     for said, wanted in zip(predictions, answers, strict=True):
         hits = [float(reference.lower() in said.lower()) for reference in wanted]
@@ -59,14 +61,11 @@ def answers_found(
 
 
 def span_relevance(relevance: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the mean relevance of the tokens in each range (LATIM, figure 3), (B, n).
+    """Return the mean relevance (B, n) of the tokens in each of n ranges (LATIM, figure 3).
 
     Args:
         relevance: the relevance of each token, (B, L).
         spans: n ranges (start, stop) of tokens; ``stop`` is not included.
-
-    Returns:
-        Means (B, n), float64.
 
     Raises:
         InputError: when there is no range, or a range is empty or outside of the text.

@@ -12,7 +12,7 @@ from .checks import masked_scores
 def token_similarity(
     tokens: Tensor, mask: Tensor | None = None, *, query: int | Tensor | None = None
 ) -> Tensor:
-    """Return the mean cosine similarity of all pairs of tokens, (B,), in linear time.
+    """Return the mean cosine similarity of all pairs of tokens, computed in linear time.
 
     If u are the tokens' vectors scaled to length 1, the mean over the L (L - 1) ordered pairs is::
 

@@ -16,7 +16,7 @@ from .sample import Interval, Sample
 
 
 def pseudo_masks(maps: Tensor, present: Tensor, background: float = 0.5) -> Tensor:
-    """Return a class for each pixel: 0 for background and k + 1 for map k, (B, H, W).
+    """Return a class (B, H, W) for each pixel: 0 for background, or k + 1 for map k.
 
     Negative values of each present class's map are set to 0, and the map is divided by its maximum.
     A pixel gets the class of the map with the highest value (the first of equal maps), or
@@ -26,9 +26,6 @@ def pseudo_masks(maps: Tensor, present: Tensor, background: float = 0.5) -> Tens
         maps: a relevance map for each class, (B, K, H, W).
         present: True for the classes in each image, (B, K).
         background: the threshold, from 0 to 1. The paper does not report a value. Default: 0.5.
-
-    Returns:
-        Integers (B, H, W).
 
     Raises:
         InputError: when maps is not (B, K, H, W), or present is not (B, K).
@@ -91,14 +88,15 @@ class PseudoMaskScores:
         """Add the images of another :class:`PseudoMaskScores` with the same options."""
         if (self.classes, self.ignored) != (other.classes, other.ignored):
             raise InputError(
-                "other has different options. Merge scores with the same classes and ignored."
+                f"other has classes={other.classes} and ignored={other.ignored}, but these scores "
+                f"have {self.classes} and {self.ignored}. Merge scores with equal options."
             )
         self._sample.merge(other._sample)
 
     def compute(self) -> Tensor:
-        """Return the IoU of each class and, as the last entry, the mean, (K + 1,).
+        """Return the IoU of each class, followed by their mean, in a tensor (K + 1,).
 
-        A class that no pixel has as true or predicted class is NaN and not part of the mean.
+        The IoU of a class without true or predicted pixels is NaN, and the mean ignores it.
         """
         return self._sample.value()
 

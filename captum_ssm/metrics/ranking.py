@@ -21,7 +21,7 @@ from .checks import as_flags, as_scores, check_positive, masked_scores
 
 
 def roc_auc(scores: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the area under the ROC curve, (B,).
+    """Return the area under the ROC curve of each example.
 
     ::
 
@@ -55,7 +55,7 @@ def roc_auc(scores: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def average_precision(scores: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the average precision: the mean precision at the scores of the true units, (B,).
+    """Return the average precision: the mean precision at the scores of the true units.
 
     This is the area under the precision-recall curve, without interpolation::
 
@@ -98,7 +98,7 @@ def recall_at_k(
         mask: True for the units to rank, (B, N). Default: None, all.
 
     Returns:
-        (B,); NaN if no unit is true.
+        Recalls (B,); NaN if no unit is true.
 
     Raises:
         InputError, NonFiniteError: as :func:`roc_auc`.
@@ -141,7 +141,7 @@ def precision_at_k(
 
 
 def pearson(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return Pearson's correlation between two sets of scores of the same units, (B,).
+    """Return Pearson's correlation between two sets of scores of the same units.
 
     Args:
         scores: the score of each unit, (B, N).
@@ -165,7 +165,7 @@ def pearson(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tenso
 
 
 def spearman(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return Spearman's rank correlation, (B,); equal scores have their mean rank.
+    """Return Spearman's rank correlation; equal scores have their mean rank.
 
     Args:
         scores, others, mask: as in :func:`pearson`, with the same defaults.
@@ -187,9 +187,7 @@ def spearman(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tens
 
 
 def kendall(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return Kendall's rank correlation tau-b, (B,).
-
-    It compares all pairs of units, so time and memory grow with the square of N.
+    """Return Kendall's rank correlation tau-b; time and memory grow with the square of N.
 
     Args:
         scores, others, mask: as in :func:`pearson`, with the same defaults.
@@ -204,7 +202,7 @@ def kendall(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tenso
         >>> import torch
         >>> from captum_ssm.metrics import kendall
         >>> scores, others = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor([[1, 3, 2, 4]])
-        >>> round(kendall(scores, others).item(), 3)  # one of six pairs is ordered otherwise
+        >>> round(kendall(scores, others).item(), 3)  # one of six pairs is in a different order
         0.667
     """
     first, second, counts = _paired(scores, others, mask)
@@ -218,8 +216,8 @@ class PrecisionRecall(NamedTuple):
     """A precision-recall curve, from the highest threshold to the lowest.
 
     Attributes:
-        precision: the share of true units among those with a score of at least each threshold (T,).
-        recall: the share of all true units with a score of at least each threshold, (T,).
+        precision: the share of true units among the units with at least each threshold's score.
+        recall: the share of all true units that have at least each threshold's score, (T,).
         thresholds: the distinct scores in decreasing order, (T,).
     """
 
@@ -272,8 +270,8 @@ def _paired(scores: Tensor, others: Tensor, mask: Tensor | None) -> tuple[Tensor
     second, _ = masked_scores(others, mask, "others", dims=2)
     if first.shape != second.shape:
         raise InputError(
-            f"scores has shape {tuple(first.shape)}, others {tuple(second.shape)}. Pass two scores "
-            "of the same units."
+            f"scores has shape {tuple(first.shape)}, but others has {tuple(second.shape)}. Pass "
+            "two scores of the same units."
         )
     return first.double(), second.to(first.device).double(), counts
 
@@ -309,7 +307,7 @@ def _at_least(scores: Tensor, among: Tensor) -> Tensor:
 def _hits(
     scores: Tensor, gold: Tensor, k: int | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the expected hits among the best K units, K, and the number of true units, (B,)."""
+    """Return (B,) the expected true units among the best K units, K, and all true units."""
     if k is not None:
         check_positive(k, "k")
     scores, true, false = _checked(scores, gold, mask)

@@ -1,7 +1,7 @@
-"""Collect numbers of examples, and compute a statistic of them with a confidence interval.
+"""Collect numbers of examples, and compute a statistic with a bootstrap confidence interval.
 
-Every metric of this package returns numbers per example. A :class:`Sample` stores these numbers.
-You can add batches, merge the results of two processes, and compute bootstrap intervals.
+Every metric of this package returns numbers per example. A :class:`Sample` stores these numbers
+from several batches or processes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Interval(NamedTuple):
 
 
 class Sample:
-    """Numbers of many examples, and a statistic of them.
+    """Collect numbers of many examples, and compute a statistic such as their mean.
 
     Args:
         statistic: a function of each column's sum over examples and number of examples that are not
@@ -83,7 +83,7 @@ class Sample:
     def rows(self) -> Tensor:
         """The numbers of all examples, (n, k), float64 on the CPU."""
         if not self._batches:
-            raise InputError("The sample is empty: call update() with a batch of numbers first.")
+            raise InputError("The sample is empty. Call update() with a batch of numbers first.")
         if len(self._batches) > 1:
             self._batches = [torch.cat(self._batches)]
         return self._batches[0]
@@ -107,7 +107,8 @@ class Sample:
             )
         if bool(rows.isinf().any()):
             raise InputError(
-                "values has infinity, so no mean exists. Pass NaN for undefined numbers."
+                f"values has infinity in {int(rows.isinf().sum())} of {rows.numel()} entries, so "
+                "no mean exists. Pass NaN for undefined numbers."
             )
         self._batches.append(rows.clone())
 
@@ -115,13 +116,14 @@ class Sample:
         """Add the examples of another sample with the same statistic."""
         if other.statistic is not self.statistic:
             raise InputError(
-                "other has a different statistic. Merge samples with equal statistics."
+                f"other has the statistic {other.statistic!r}, not {self.statistic!r}. Merge only "
+                "samples of the same statistic."
             )
         for batch in list(other._batches):
             self.update(batch)
 
     def undefined(self) -> Tensor:
-        """Return the number of examples that are NaN in each column, (k,)."""
+        """Return for each column the number of examples that are NaN, (k,)."""
         return self.rows.isnan().sum(0)
 
     def value(self) -> Tensor:

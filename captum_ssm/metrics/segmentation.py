@@ -30,9 +30,6 @@ def unit_range(maps: Tensor) -> Tensor:
     Args:
         maps: one map per example, (B, ...).
 
-    Returns:
-        The scaled maps, in the same shape.
-
     Raises:
         InputError: when maps has only one dimension.
         NonFiniteError: when maps contains NaN or infinity.
@@ -53,15 +50,12 @@ def unit_range(maps: Tensor) -> Tensor:
 
 
 def foreground(maps: Tensor, threshold: str | float = "mean") -> Tensor:
-    """Return True for the pixels that a map predicts as the object, (B, H, W).
+    """Return a mask (B, H, W) of the pixels that a map predicts as the object.
 
     Args:
         maps: the relevance of each pixel, (B, H, W).
         threshold: ``"mean"`` for the mean of each scaled map, or a number from 0 to 1. Pixels above
             the threshold are foreground, so a constant map has no foreground. Default: ``"mean"``.
-
-    Returns:
-        Booleans (B, H, W).
 
     Raises:
         OptionError: when threshold is neither ``"mean"`` nor from 0 to 1.
@@ -92,7 +86,7 @@ RANKINGS = ("classes", "together", "unscaled")
 def segmentation_average_precision(
     maps: Tensor, gold: Tensor, ignored: int | None = -1, ranking: str = "classes"
 ) -> Tensor:
-    """Return the average precision of foreground and background, (B,).
+    """Return the mean of the average precisions of foreground and background.
 
     Args:
         maps: the relevance of each pixel, (B, H, W).
@@ -104,7 +98,8 @@ def segmentation_average_precision(
             does the same without scaling, as in the unified paper's script. Default: ``"classes"``.
 
     Returns:
-        Average precisions (B,); of one class if the other is absent; NaN if all pixels are ignored.
+        Average precisions (B,), of only one class if the image lacks the other; NaN if all pixels
+        are ignored.
 
     Raises:
         InputError: when the shapes differ, or gold has an entry other than 0, 1 and ``ignored``.
@@ -161,7 +156,7 @@ class SegmentationScores:
 
     Raises:
         InputError: when maps and gold differ in shape or gold has an entry other than 0, 1 and
-            ``ignored``; before the first image; or when merged scores have other options.
+            ``ignored``; before the first image; or when merged scores have different options.
         OptionError: when threshold is neither ``"mean"`` nor from 0 to 1, or ranking is unknown.
 
     Example:
@@ -203,7 +198,8 @@ class SegmentationScores:
         """Add the images of another :class:`SegmentationScores` with the same options."""
         if self._options() != other._options():
             raise InputError(
-                "other has a different threshold, ignored or ranking. Merge equal options."
+                f"other has (threshold, ignored, ranking) = {other._options()}, but these scores "
+                f"{self._options()}. Merge scores with equal options."
             )
         self._sample.merge(other._sample)
 
@@ -232,8 +228,8 @@ def _parts(maps: Tensor, gold: Tensor, ignored: int | None) -> tuple[Tensor, Ten
     """Return masks (B, N) of the pixels that are not ignored, and of the object's pixels."""
     if maps.shape != gold.shape or gold.dim() < 2:
         raise InputError(
-            f"maps has shape {tuple(maps.shape)}, gold {tuple(gold.shape)}. Pass one label per "
-            "pixel, examples first. pixel_relevance() resizes maps."
+            f"maps has shape {tuple(maps.shape)}, but gold has {tuple(gold.shape)}. Pass one label "
+            "per pixel, examples first; resize maps with pixel_relevance()."
         )
     flat = gold.flatten(1)
     counts = torch.ones_like(flat, dtype=torch.bool) if ignored is None else flat != ignored

@@ -78,7 +78,8 @@ class Texts:
             )
         check_positive(self.internal_batch_size, "internal_batch_size")
         if not bool(self.real.any(-1).all()):
-            raise InputError("attention_mask is 0 for all tokens of a text. Remove this text.")
+            empty = int((~self.real.any(-1)).long().argmax())
+            raise InputError(f"attention_mask is 0 for all tokens of text {empty}. Remove it.")
         fill_for(self.fill, inputs)
 
     @property
@@ -109,8 +110,8 @@ class Texts:
         lengths = where_double_is(kept.sum(-1)).expand(altered.shape[:2])  # (B, F)
         if int(lengths.min()) == 0:
             raise OptionError(
-                "fractions: a share deletes every token of a text. Pass smaller shares, tokens to "
-                "keep in fixed=, or how='mask'."
+                "fractions has a share that deletes every token of a text. Pass smaller shares, "
+                "tokens to keep in fixed=, or how='mask'."
             )
         found: Tensor | None = None
         for example, step in _alike(lengths, self.internal_batch_size):

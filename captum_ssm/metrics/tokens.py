@@ -42,7 +42,7 @@ def replace_tokens(rows: Tensor, chosen: Tensor, fill: Filling) -> Tensor:
 
 
 def draw_tokens(allowed: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """Draw a share of each row's allowed tokens, rounded to at least one token, (R, L)."""
+    """Return a random mask (R, L) of a share of each row's allowed tokens, at least one token."""
     check_share(share)
     chance = torch.rand(allowed.shape, generator=generator).to(allowed.device)
     place = chance.masked_fill(~allowed, 2).argsort(-1).argsort(-1)
@@ -61,5 +61,5 @@ def _check_id(fill: Any) -> None:
         operator.index(fill)
     except (TypeError, ValueError):
         raise OptionError(
-            f"fill={fill!r} is no token id. Pass an integer, such as the id of <UNK>."
+            f"fill={fill!r} is not a token id. Pass an integer, such as the id of <UNK>."
         ) from None

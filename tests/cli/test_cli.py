@@ -66,7 +66,7 @@ def test_errors(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(OptionError):
         main(["--debug", *asked, "--method", "Magic"])
     for error, code, said in (
-        (RuntimeError("odd"), 1, "odd (RuntimeError; captum-ssm --debug ... shows where)"),
+        (RuntimeError("odd"), 1, "odd (RuntimeError; run captum-ssm --debug ... for a traceback)"),
         (misfit, 1, "import. torchvision does not fit torch"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ):
@@ -145,7 +145,7 @@ def test_nothing_is_replaced_unless_asked(tmp_path: Path, run: Callable[..., str
         out = tmp_path / name.replace("-2", "")
         asked = ["explain", "no-such-model", "--text", SHORT, SHORT, "--out", out]
         said = run(*asked, code=1)
-        assert said.startswith(f"captum-ssm: {tmp_path / name} is already") and "--force" in said
+        assert said.startswith(f"captum-ssm: {tmp_path / name} already") and "--force" in said
         assert "neither a folder, a file nor" in run(*asked, "--force", code=1)
     text = ["explain", "recall-mamba", "--text", SHORT]
     for asked in (
@@ -153,7 +153,7 @@ def test_nothing_is_replaced_unless_asked(tmp_path: Path, run: Callable[..., str
         [*text, "--answer", "lamp", "--out", tmp_path / "matrices.png"],
         [*text, "--rule", "centered", "--out", tmp_path / "a.png"],
     ):
-        assert "is already there" in run(*asked, code=1)
+        assert "already exists" in run(*asked, code=1)
     assert {path.read_text() for path in tmp_path.iterdir()} == {"first"}
     out = tmp_path / "found.json"
     run(*text, "--method", "latim-norm", "--out", out, "--force")

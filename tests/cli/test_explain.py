@@ -286,9 +286,9 @@ OF_RECALL = [
     ("--target zebra", "--target 'zebra': unknown word"),
     ("--contrast zebra", "--contrast 'zebra': unknown word"),
     ("--method LatimNorm --contrast all", "--contrast is accepted by LatimFlow"),
-    ("--layers 0", "--layers changes"),
-    ("--rule half --method MambaLRP", "--rule is an option of LatimFlow"),
-    ("--baselines 0 --method LatimNorm", "--baselines is an option of LatimFlow"),
+    ("--layers 0", "--layers only applies to reports"),
+    ("--rule half --method MambaLRP", "--rule half is an option of LatimFlow"),
+    ("--baselines 0 --method LatimNorm", "--baselines 0 is an option of LatimFlow"),
     ("--baselines zero", "--baselines zero: pass mean, or a number"),
     ("--option n_steps", "--option n_steps: write NAME=VALUE"),
     ("--option n_steps=5", "is accepted by IntegratedGradients, but none of these is selected"),
@@ -310,7 +310,7 @@ OTHERS = [
     ("{vim} --image {vim} --target 0", "cannot be read as an image"),
     ("{vim} --image {picture} --target-pixel 0 0", "need a segmentation model"),
     ("{bert} --text good --target x", "classes (bad, good)"),
-    ("{bert} --text good --spans all", "models that write texts"),
+    ("{bert} --text good --spans all", "need a language model"),
 ]
 MISTAKES = [(f"recall-mamba --text anna {each}", said) for each, said in OF_RECALL]
 

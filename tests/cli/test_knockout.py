@@ -71,7 +71,7 @@ def test_the_prediction_with_and_without_an_edge(answered: Any, run: Any) -> Non
     kite = wanted.answers[0]
     assert said == pytest.approx([kite.before, kite.without], abs=1e-4)
     lost = f"{'loses' if wanted.true > 0 else 'gains'} {abs(wanted.true):.3g}"
-    assert last.startswith(f"Its logit {lost}"[:-1]) and "the estimate beforehand was" in last
+    assert last.startswith(f"Its logit {lost}"[:-1]) and "the estimate was" in last
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_the_strongest_edges_each_cut_by_itself(answered: Any, run: Any) -> None
 def test_classifiers_of_sentences_and_of_images(
     bert: Path, vim: Path, tmp_path: Path, answered: Any, run: Any
 ) -> None:
-    assert "What it loses" in run("knockout", bert, "good film", "--top", "2")
+    assert "Decrease of its logit" in run("knockout", bert, "good film", "--top", "2")
     files = [tmp_path / "one.png", tmp_path / "other.png"]
     for file in files:
         file.write_bytes(png(torch.rand(24, 24, 3)))
@@ -153,12 +153,12 @@ MISTAKES = {
     "--from anna": "--from anna: the word occurs 2 times, at 0 and 11",
     "--to cat": "--to cat: the text does not contain",
     "--from 99": "position 99",
-    "--heads 1": "--heads chooses the part to cut",
+    "--heads 1": "--heads selects parts of the messages",
     "--from lamp --heads 9999": "heads contains 9999",
     "--from lamp --layers 9": "layers contains 9",
     "--top 0": "--top 0",
     "--from kite --to lamp": "Exchange sources and targets",
-    "--from lamp --replace anna": "--replace 'anna' has 1 tokens, the text has 14",
+    "--from lamp --replace anna": "--replace 'anna' has 1 tokens (anna), but the text has 14",
 }
 
 

@@ -138,9 +138,9 @@ def test_models_and_inputs_must_fit(vim, prompts, photos, language_model, tmp_pa
             "is neither a folder, a file nor",
             ["a/mamba-130m-hf", "--texts", prompts],
         ),
-        (DataError, r"cat is named after none of the 3 classes \(0", [vim, "--images", photos]),
-        (DataError, "holds no text", [recall, "--texts", blank]),
-        (DataError, "holds no file", [recall, "--texts", empty]),
+        (DataError, "cat does not have the name of one of the 3", [vim, "--images", photos]),
+        (DataError, "contains no text", [recall, "--texts", blank]),
+        (DataError, "contains no file", [recall, "--texts", empty]),
         (
             OptionError,
             "recall-mamba and .* have different vocab",
@@ -174,14 +174,14 @@ def test_models_must_read_a_text_and_see_an_image_alike(tmp_path, photos):
 
     path = tmp_path / "texts"
     path.write_text("ab\n")
-    with pytest.raises(OptionError, match=r"read 'ab' as different tokens.*--tokenizer"):
+    with pytest.raises(OptionError, match=r"different tokens for 'ab'.*--tokenizer"):
         list(TextFiles(path, [reader(), reader(1)], []))
     path.write_text("ab\n!\n")
     with pytest.raises(InputError, match="'!' has no tokens"):
         list(TextFiles(path, [reader()], []))
     (batch, *_) = Images(photos, [sees(4), sees(4)], ["cat", "dog"])
     assert batch.inputs.shape == (1, 3, 4, 4)
-    with pytest.raises(OptionError, match="different sizes"):
+    with pytest.raises(OptionError, match="different inputs"):
         list(Images(photos, [sees(4), sees(5)], ["cat", "dog"]))
 
 
@@ -195,5 +195,5 @@ def test_names_of_classes():
     )
     assert common_classes(["a", "b"], [pets, more], None) == ["cat", "dog"]
     assert common_classes(["a", "b"], [pets, eels], ["0", "1"]) == ["0", "1"]
-    with pytest.raises(OptionError, match=r"class 1 is 'dog' to a and 'eel' to b.*--labels"):
+    with pytest.raises(OptionError, match=r"class 1 is 'dog' in a and 'eel' in b.*--labels"):
         common_classes(["a", "b"], [pets, eels], None)

@@ -124,5 +124,5 @@ def test_what_is_the_same_everywhere_agrees_with_nothing(agreement):
     scores = torch.rand(2, 11)
     same = torch.full_like(scores, 0.1)
     assert agreement(scores, same).isnan().all() and agreement(same, scores).isnan().all()
-    with pytest.raises(InputError, match=r"scores has shape \(2, 11\), others \(2, 10\)"):
+    with pytest.raises(InputError, match=r"scores has shape \(2, 11\), but others has \(2, 10\)"):
         agreement(scores, same[:, 1:])

@@ -98,18 +98,18 @@ REFUSED: dict[type[Exception], dict[str, Any]] = {
         "scores … (23,) … 2 dimensions": ranked(lambda s, g: (s[0], g[0])),
         "complex": ranked(lambda s, g: (s + 1j, g)),
         "gold": lambda: metrics.precision_recall_curve(torch.randn(4), torch.zeros(4)),
-        "scores has shape (2, 3), others (2, 2)": lambda: metrics.pearson(ONES, ONES[:, 1:]),
-        "predictions has 1 … answers 0": lambda: metrics.answers_found(["a"], []),
+        "scores has shape (2, 3) … others has (2, 2)": lambda: metrics.pearson(ONES, ONES[:, 1:]),
+        "predictions has 1 … answers has 0": lambda: metrics.answers_found(["a"], []),
         "answers … list": lambda: metrics.answers_found(["a"], ["a"]),
         "(2, 2) … 3": lambda: metrics.span_relevance(ONES, [(2, 2)]),
-        "count=3 … has 2": lambda: metrics.hardest_examples(ONES, [0, 1], 3),
-        "words has 1 … relevance 2": lambda: metrics.key_words(["a"], torch.ones(2)),
+        "count=3 … 2 examples": lambda: metrics.hardest_examples(ONES, [0, 1], 3),
+        "words has 1 … relevance has 2": lambda: metrics.key_words(["a"], torch.ones(2)),
         "demonstrations": lambda: metrics.amplify_prompt([], "q"),
         "update": lambda: metrics.Sample().value(),
         "3 numbers per example": lambda: sampled([1.0, 2.0], ONES),
         "infinity": lambda: sampled([math.inf]),
         "values": lambda: sampled(1.0),
-        "different statistic": lambda: sampled([1.0]).merge(
+        "other has the statistic": lambda: sampled([1.0]).merge(
             metrics.Sample(lambda sums, counts: sums)
         ),
         "one column for each": lambda: metrics.Curve(torch.tensor([0.5]), ONES),
@@ -122,7 +122,7 @@ REFUSED: dict[type[Exception], dict[str, Any]] = {
         "present … (4, 2)": lambda: metrics.pseudo_masks(MAPS[:, None], torch.ones(4, 2)),
         "relevance … (2, 3) … (2, 2)": lambda: of_texts(ONES[:, 1:]),
         "inputs … (3,)": lambda: read(torch.ones(3).long()),
-        "attention_mask … all tokens of a text": lambda: read(None, 0, torch.zeros(2, 5)),
+        "attention_mask … all tokens of text": lambda: read(None, 0, torch.zeros(2, 5)),
     },
     OptionError: {
         "share=0": both(share=0),

@@ -54,7 +54,7 @@ def test_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_model_in_place_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.safetensors").write_text("first")
     assert main(["train", "recall-mamba", "--out", str(tmp_path)]) == 1
-    assert "is already there" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert (tmp_path / "model.safetensors").read_text() == "first"
 
 
