@@ -95,21 +95,21 @@ def _moved_to(folder: Path) -> Iterator[Path]:
 # --- reading ---------------------------------------------------------------------------------
 
 
-def existing_folder(path: str | Path, holds: str) -> Path:
-    """Return ``path`` if it is a folder; otherwise ask for the folder that contains ``holds``."""
+def existing_folder(path: str | Path, contents: str) -> Path:
+    """Return ``path`` if it is a folder; otherwise raise an error that asks for ``contents``."""
     found = Path(path)
     if not found.is_dir():
         state = "is not a folder" if found.exists() else "does not exist"
-        raise DataNotFoundError(f"{found} {state}. Pass the folder that contains {holds}.")
+        raise DataNotFoundError(f"{found} {state}. Pass the folder that contains {contents}.")
     return found
 
 
-def existing_file(path: str | Path, what: str) -> Path:
-    """Return ``path`` if it is a file; otherwise raise an error that asks for ``what``."""
+def existing_file(path: str | Path, wanted: str) -> Path:
+    """Return ``path`` if it is a file; otherwise raise an error that asks for ``wanted``."""
     found = Path(path)
     if not found.is_file():
         state = "is not a file" if found.exists() else "does not exist"
-        raise DataNotFoundError(f"{found} {state}. Pass {what}.")
+        raise DataNotFoundError(f"{found} {state}. Pass {wanted}.")
     return found
 
 

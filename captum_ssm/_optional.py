@@ -1,4 +1,4 @@
-"""Import of optional packages, on first use."""
+"""Import optional packages when they are first used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def optional(name: str, package: str, need: str) -> Any:
-    """Import an optional module; if it is missing, the error asks to install ``package``."""
+    """Import an optional module that the feature ``need`` uses, or ask to install ``package``."""
     try:
         return import_module(name)
     except ImportError as error:

@@ -26,7 +26,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: the configuration's"
     )
-    parser.add_argument("--hub", action="store_true", help="allow to download the configuration")
+    parser.add_argument("--hub", action="store_true", help="allow downloading the configuration")
     parser.set_defaults(run=run)
 
 

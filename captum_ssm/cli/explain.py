@@ -48,17 +48,17 @@ def add_to(commands: Any) -> None:
     """Add the subcommand ``explain`` to the parser's subcommands."""
     parser = commands.add_parser(
         "explain",
-        help="explain texts or images by several methods: a report, a picture or numbers",
+        help="explain texts or images with several methods: a report, a picture or numbers",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL")
     inputs = parser.add_mutually_exclusive_group(required=True)
     inputs.add_argument("--text", nargs="+", metavar="TEXT", help="texts, each an example")
-    inputs.add_argument("--file", nargs="+", type=Path, help="files that hold a text each")
+    inputs.add_argument("--file", nargs="+", type=Path, help="text files, each an example")
     inputs.add_argument("--image", nargs="+", type=Path, help="image files")
     parser.add_argument(
-        "--method", nargs="+", metavar="M", help="this package's and Captum's: captum-ssm methods"
+        "--method", nargs="+", metavar="M", help="methods, as listed by: captum-ssm methods"
     )
     parser.add_argument(
         "--rule",
@@ -152,7 +152,7 @@ def add_source_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="device of the model; default: cpu")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="default: float32")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="default: the model's tokenizer")
-    parser.add_argument("--hub", action="store_true", help="allow to download MODEL from the hub")
+    parser.add_argument("--hub", action="store_true", help="allow downloading MODEL from the hub")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run Python files in MODEL's folder"
     )

@@ -48,7 +48,7 @@ def add_to(commands: Any) -> None:
     """Add the subcommand ``knockout`` to the parser's subcommands."""
     parser = commands.add_parser(
         "knockout",
-        help="cut messages between tokens: what the model then predicts",
+        help="cut messages between tokens, and compare the model's predictions",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

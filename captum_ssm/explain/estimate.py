@@ -60,9 +60,6 @@ def estimate_memory(
         tokens: the number of tokens of the example.
         rule, recompute: the options of :class:`~captum_ssm.LatimFlow`, with the same defaults.
 
-    Returns:
-        The :class:`Estimate`.
-
     Raises:
         OptionError: if the model's code depends on values of activations.
 

@@ -110,15 +110,12 @@ class Loaded:
     def prepared(self, files: Sequence[Path]) -> Tensor:
         """Read image files to a batch (B, C, H, W) with the model's dtype and device."""
         if self.prepare is None:
-            raise OptionError(f"{type(self.model).__name__} does not take images. Pass a text.")
+            raise OptionError(f"{type(self.model).__name__} does not accept images. Pass a text.")
         return self.prepare(files).to(next(self.model.parameters()))
 
 
 def load(source: Source) -> Loaded:
-    """Load a model; nothing is downloaded unless ``source.hub`` is True.
-
-    Returns:
-        The model with its tokenizer or image processor.
+    """Load a model and its tokenizer or image processor, without downloads if ``hub`` is False.
 
     Raises:
         DataNotFoundError: if there is no such model, folder or file.

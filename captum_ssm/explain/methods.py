@@ -15,13 +15,10 @@ from ..linear import Rule
 
 
 def method_classes(names: list[str] | None) -> list[type[Attribution]]:
-    """Return the classes of methods of this package and of Captum, by name.
+    """Return the classes of named methods of this package and of Captum, without repetitions.
 
     Args:
         names: names of methods, in which case and dashes are ignored; None for LatimFlow.
-
-    Returns:
-        The classes in the order of ``names``, without repetitions.
 
     Raises:
         OptionError: if a name is not the name of a method.

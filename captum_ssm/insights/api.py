@@ -61,7 +61,7 @@ class Api:
             return questions[question](request)
 
     def kept(self, classes: int) -> dict[str, Any]:
-        """Return all data of a page without a server; ``classes`` counts explained classes."""
+        """Return all data of a page without a server, for the likeliest ``classes`` classes."""
         with self._lock:
             config = self._config({})
             shown = config["filter"]

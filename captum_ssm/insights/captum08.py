@@ -65,7 +65,7 @@ def register_with_captum() -> list[str]:
     """Add the methods of this package to ``captum.insights`` of Captum 0.8 or earlier.
 
     Returns:
-        The names of the methods, as its page displays them.
+        The names of the methods, as Captum's page displays them.
 
     Raises:
         OptionError: if the installed Captum has no Insights.
@@ -102,7 +102,7 @@ def register_with_captum() -> list[str]:
 
 
 def _with_its_own_baselines(method: type[SSMAttribution]) -> type[SSMAttribution]:
-    """Hide the argument ``baselines`` of a method, because Captum 0.8 would pass zeros, an id."""
+    """Hide a method's argument ``baselines``: Captum 0.8 would pass zeros, which is a token id."""
     if "baselines" not in inspect.signature(method.attribute).parameters:
         return method
 

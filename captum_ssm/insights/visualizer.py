@@ -250,7 +250,7 @@ class AttributionVisualizer:
 
     @property
     def url(self) -> str:
-        """The page's address, with the token that opens it."""
+        """The page's address, including the token that opens the page."""
         if self._server is None:
             raise OptionError("the visualizer has no page yet. Call serve() or render() first.")
         return self._server.url
@@ -263,7 +263,7 @@ class AttributionVisualizer:
         port: int | None = None,
         bind_all: bool = False,
     ) -> int:
-        """Serve the page to browsers on this machine, and print its address.
+        """Serve the page to browsers on this machine, print its address, and return the port.
 
         A second call only prints the address again.
 
@@ -273,9 +273,6 @@ class AttributionVisualizer:
             port: the server's port. Default: None, a free port.
             bind_all: must be False; in Captum Insights, True serves the page to the whole network.
                 Default: False.
-
-        Returns:
-            The port.
 
         Raises:
             OptionError: when bind_all is True, or the port cannot be used.
@@ -340,7 +337,7 @@ class AttributionVisualizer:
         try:
             from IPython.display import IFrame, display
         except ImportError as error:
-            raise ImportError("render() needs a notebook: pip install ipython") from error
+            raise ImportError("render() needs IPython: pip install ipython") from error
         frame = IFrame(self._started(debug, None).url, width="100%", height=900)
         display(frame)  # type: ignore[no-untyped-call]
 
@@ -369,8 +366,8 @@ class AttributionVisualizer:
             self._server = Server(Api(self), port, debug)
         elif port not in (None, 0, self._server.port):
             raise OptionError(
-                f"port={port}, but the page is already served on {self._server.port}. Call "
-                "close() first."
+                f"port={port}, but the page is already served on port {self._server.port}. Call "
+                "close() first, or leave port out."
             )
         return self._server
 

@@ -219,8 +219,8 @@ def _replacing(
     check_share(share)
     if replacements is None or replacements.dim() != 1 or not len(replacements):
         raise OptionError(
-            "replacements: noise cannot be added to token ids. Pass a tensor of ids (n,) that may "
-            "replace them, for example torch.arange(vocabulary_size)."
+            f"replacements={replacements}: noise cannot be added to token ids. Pass a tensor of "
+            "ids (n,) that may replace them, for example torch.arange(vocabulary_size)."
         )
 
     def replace(rows: Tensor, allowed: Tensor) -> Tensor:
@@ -255,7 +255,8 @@ def _allowed(tensor: Tensor, mask: Tensor | None) -> Tensor:
     """Return the mask of tokens that may be changed, (B, L), for ids or embeddings."""
     allowed = as_mask(mask, tensor if tensor.dim() == 2 else tensor[..., 0])
     if not bool(allowed.any(-1).all()):
-        raise InputError("mask is False for all tokens of an example. Set one or more to True.")
+        empty = int((~allowed.any(-1)).long().argmax())
+        raise InputError(f"mask is False for all tokens of example {empty}. Set one to True.")
     return allowed
 
 

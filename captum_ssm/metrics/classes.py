@@ -48,7 +48,7 @@ def class_logits(forward_func: Classifier, inputs: Tensor) -> Tensor:
 
 
 def class_targets(target: Any, logits: Tensor) -> Tensor:
-    """Return the class of each example, (B,).
+    """Return the class index of each example in a tensor (B,).
 
     Args:
         target: one class, a list or tensor of one class per example, or None for the predictions.

@@ -84,10 +84,10 @@ def iou(counts: Tensor) -> Tensor:
         IoU = TP / (TP + FP + FN)
 
     Args:
-        counts: as in :func:`pixel_accuracy`, (..., K, K).
+        counts: the result of :func:`confusion`, or a sum of it over images, (..., K, K).
 
     Returns:
-        Scores (..., K), float64; NaN if no pixel has or gets the class.
+        Scores (..., K), float64; NaN if no pixel has this true or predicted class.
 
     Raises:
         InputError: when counts is not (..., K, K).
@@ -107,7 +107,7 @@ def mean_iou(counts: Tensor) -> Tensor:
     """Return the mean of :func:`iou` over the classes that occur as true or predicted class.
 
     Args:
-        counts: as in :func:`pixel_accuracy`, (..., K, K).
+        counts: the result of :func:`confusion`, or a sum of it over images, (..., K, K).
 
     Returns:
         Means (...), float64; NaN if no pixel was counted.
@@ -128,10 +128,10 @@ def f1(counts: Tensor) -> Tensor:
     """Return the F1 score of each class: 2 TP / (2 TP + FP + FN).
 
     Args:
-        counts: as in :func:`pixel_accuracy`, (..., K, K).
+        counts: the result of :func:`confusion`, or a sum of it over images, (..., K, K).
 
     Returns:
-        Scores (..., K), float64; NaN if no pixel has or gets the class.
+        Scores (..., K), float64; NaN if no pixel has this true or predicted class.
 
     Raises:
         InputError: when counts is not (..., K, K).

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import InputError, OptionError
 
-#: A number, a value per channel (C,), images (B or 1, C, H, W), or one of NAMES.
+#: The value of removed pixels: a number, values (C,) or (B or 1, C, H, W), or one of NAMES.
 Fill = float | str | Tensor
 
 NAMES = ("mean", "blur")

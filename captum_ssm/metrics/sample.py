@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import InputError, OptionError
 from .checks import check_positive
 
-#: A function of sums over examples (..., k) and of numbers of examples (..., k), returns (..., m).
+#: A function from sums over examples (..., k) and numbers of examples (..., k) to (..., m).
 Statistic = Callable[[Tensor, Tensor], Tensor]
 
 #: The number of elements in one block of resampling weights (64 MiB).

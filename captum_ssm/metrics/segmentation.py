@@ -79,7 +79,7 @@ def foreground(maps: Tensor, threshold: str | float = "mean") -> Tensor:
     return scaled > threshold
 
 
-#: Which scores are ranked in one list; see :func:`segmentation_average_precision`.
+#: How to rank the scores of pixels; see :func:`segmentation_average_precision`.
 RANKINGS = ("classes", "together", "unscaled")
 
 

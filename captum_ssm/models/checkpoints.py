@@ -167,7 +167,7 @@ def check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None
     """Raise if the model's weights ``wanted`` and the file's ``found`` differ in name or shape."""
     complaints = [
         _listed("it lacks", [repr(k) for k in wanted if k not in found]),
-        _listed("it has the unknown", [repr(k) for k in found if k not in wanted]),
+        _listed("it has the unknown weights", [repr(k) for k in found if k not in wanted]),
         _listed(
             "shapes differ in",
             [
@@ -238,11 +238,11 @@ def _misshapen(model: nn.Module, mismatched: Iterable[Any]) -> list[str]:
 
 
 @contextmanager
-def naming(what: str) -> Iterator[None]:
+def naming(message: str) -> Iterator[None]:
     """Convert errors of other packages inside the ``with`` to a CheckpointError.
 
     Raises:
-        CheckpointError: with ``what`` before the original message. Errors of this package, and of
+        CheckpointError: with ``message`` before the original one. Errors of this package, and of
             imports, the system and memory are raised unchanged.
     """
     try:
@@ -251,7 +251,7 @@ def naming(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{what} ({found}). Correct or download its files again.") from error
+        raise CheckpointError(f"{message} ({found}). Correct or replace its files.") from error
 
 
 def _listed(what: str, items: list[str]) -> str:

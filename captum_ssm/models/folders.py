@@ -33,10 +33,7 @@ _RENAMED = {"ViTForImageClassification"}
 
 
 def load_folder(folder: Path) -> tuple[nn.Module, WordVocabulary | tuple[str, ...]]:
-    """Load a model in evaluation mode on the CPU, and its vocabulary or class names.
-
-    Returns:
-        The model, and its vocabulary; for a model without a vocabulary, the ordered class names.
+    """Load a model in evaluation mode on the CPU, and its vocabulary or ordered class names.
 
     Raises:
         DataNotFoundError: when a file is missing.

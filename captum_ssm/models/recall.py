@@ -155,8 +155,8 @@ def parse_prompt(text: str) -> Example:
     named = [fact.name for fact in facts]
     if named.count(asked_name) != 1:
         raise InputError(
-            f"text={text!r}: the question asks for {asked_name!r}, whom {named.count(asked_name)} "
-            "facts name. State exactly one fact with this name."
+            f"text={text!r} has {named.count(asked_name)} facts about {asked_name!r}, for whom the "
+            "question asks. State exactly one."
         )
     return Example(words, tokens, tuple(facts), named.index(asked_name), len(stated) + 1)
 

@@ -22,7 +22,7 @@ class RecallBatch:
         attention_mask: 1 for words and 0 for padding, ``(batch, length)``.
         answer_ids: the token id of each example's answer, ``(batch,)``.
         offsets: the number of padding positions in each row, ``(batch,)``. Token i of an example
-            is in column i plus the offset of ``input_ids``.
+            is in column ``i + offset`` of ``input_ids``.
         examples: the examples in the order of the rows.
     """
 

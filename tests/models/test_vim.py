@@ -139,7 +139,7 @@ def test_files_that_do_not_fit_are_named(tmp_path: Path) -> None:
         changed = whole | {key: torch.zeros(*shape[:-1], shape[-1] + 1)}
         refused({"model": changed}, re.escape(repr(key)))
     for key in ("dist_token", "layers.0.mixer.E", "layers.x.norm.weight", "rope"):
-        refused({"model": whole | {key: torch.zeros(3)}}, f"unknown '{key}'")
+        refused({"model": whole | {key: torch.zeros(3)}}, f"unknown weights '{key}'")
     for key in ("patch_embed.proj.weight", "pos_embed", "layers.0.mixer.A_log"):
         refused(released(32, 1) | {key: torch.zeros(5)}, rf"'{key}' has shape \(5,\)")
     some = {name: weight for name, weight in whole.items() if not name.startswith("layers.1")}

@@ -47,7 +47,7 @@ class BiMamba(nn.Module):
         self.mamba_rev.out_proj = self.mamba_fwd.out_proj
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the mixer's addition to the residual stream, (B, L, E) to (B, L, E)."""
+        """Return the mixer's output for tokens (B, L, E), in the same shape."""
         out: Tensor = self.mamba_fwd(hidden_states)
         back: Tensor = self.mamba_rev(hidden_states.flip(1))
         return out + back.flip(1)
@@ -75,7 +75,7 @@ class StrandsMixer(nn.Module):
         self.submodule = submodule
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the mixer's addition to the residual stream, (B, L, 2 E) to (B, L, 2 E)."""
+        """Return the mixer's output for both strands (B, L, 2 E), in the same shape."""
         one, other = hidden_states.chunk(2, -1)
         # both strands in one batch: one call takes half the time of two
         one, other = self.submodule(torch.cat([one, other.flip(1, 2)])).chunk(2)
@@ -100,7 +100,7 @@ class StrandsNorm(nn.Module):
         self.submodule = submodule
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize each half of the channels separately, (B, L, 2 E) to (B, L, 2 E)."""
+        """Normalize each half of the channels of ``x`` (B, L, 2 E) separately."""
         return on_both(self.submodule, x)
 
 
@@ -191,7 +191,7 @@ class CaduceusBlock(nn.Module):
         self.exchange = exchange
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the residual stream after the block, (B, L, E); (B, L, 2 E) with both strands."""
+        """Return the residual stream after the block, in the shape of ``x``, (B, L, E or 2 E)."""
         if not self.exchange:
             out: Tensor = x + self.mixer(self.norm(x))
             return out
@@ -201,7 +201,7 @@ class CaduceusBlock(nn.Module):
 
 
 class Caduceus(DNAModel):
-    """Caduceus, with the parameter names of the released checkpoints.
+    """A bidirectional Mamba model of DNA, with the parameter names of Caduceus checkpoints.
 
     Both variants are bidirectional. Caduceus-Ph reads one strand. Caduceus-PS (``rcps=True``) reads
     a strand and its reverse complement with the same weights, so it is equivariant to the reverse

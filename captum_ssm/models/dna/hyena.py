@@ -30,7 +30,7 @@ class _Sine(nn.Module):
         self.freq = nn.Parameter(torch.full((1, width), float(freq)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the same shape as ``x`` (..., width)."""
+        """Apply the activation to each element of ``x`` (..., width)."""
         return torch.sin(self.freq * x)
 
 
@@ -151,7 +151,7 @@ class HyenaOperator(nn.Module):
         self.filter_fn = HyenaFilter(d_model * (order - 1), l_max, **filter_options)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the mixer's addition to the residual stream, (B, L, E) to (B, L, E).
+        """Return the mixer's output for tokens (B, L, E), in the same shape.
 
         Raises:
             InputError: when the sequence has more than ``l_max`` tokens.
@@ -182,7 +182,7 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(inner, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the same shape as ``x`` (B, L, E)."""
+        """Apply the perceptron to each token of ``x`` (B, L, E)."""
         out: Tensor = self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
         return out
 
@@ -205,14 +205,14 @@ class HyenaBlock(nn.Module):
         self.norm2 = nn.LayerNorm(d_model, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the residual stream after the block, (B, L, E) to (B, L, E)."""
+        """Return the residual stream after the block, in the shape of ``x`` (B, L, E)."""
         x = x + self.mixer(self.norm1(x))
         out: Tensor = x + self.mlp(self.norm2(x))
         return out
 
 
 class HyenaDNA(DNAModel):
-    """HyenaDNA, with the parameter names of the released checkpoints.
+    """A DNA model of gated long convolutions, with the parameter names of HyenaDNA checkpoints.
 
     Args:
         d_model: width E of the tokens. Default: 128.
@@ -286,7 +286,7 @@ class HyenaDNA(DNAModel):
 
     @torch.no_grad()
     def _start(self, n_layer: int) -> None:
-        """Initialize weights; the more blocks, the smaller for layers that add to the residual."""
+        """Initialize the weights; layers that write to the residual stream get smaller weights."""
         for name, weight in self.named_parameters():
             if weight.dim() < 2 or "filter" in name:
                 continue

@@ -31,7 +31,7 @@ class _ScaleNorm(nn.Module):
         self.scale = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the same shape as ``x`` (..., width)."""
+        """Normalize the last dimension of ``x`` (..., width)."""
         size = x.norm(2, dim=-1, keepdim=True) * x.shape[-1] ** -0.5
         out: Tensor = self.scale * (x / (size + self.eps))
         return out
@@ -160,7 +160,7 @@ class StripedAttention(nn.Module):
         return self.rotary_emb(query), self.rotary_emb(key), values
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the mixer's addition to the residual stream, (B, L, E) to (B, L, E)."""
+        """Return the mixer's output for tokens (B, L, E), in the same shape."""
         query, key, values = (x.transpose(1, 2) for x in self.parts(self.Wqkv(hidden_states)))
         found = F.scaled_dot_product_attention(query, key, values, is_causal=True)
         out: Tensor = self.out_proj(found.transpose(1, 2).flatten(2))
@@ -178,7 +178,7 @@ class _GatedMlp(nn.Module):
         self.l3 = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the same shape as ``x`` (B, L, E)."""
+        """Apply the perceptron to each token of ``x`` (B, L, E)."""
         gate = F.gelu(self.l1(x)) if self.has_gelu else self.l1(x)
         out: Tensor = self.l3(gate * self.l2(x))
         return out
@@ -200,7 +200,7 @@ class _StripedBlock(nn.Module):
             self.inner_mha_cls = mixer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the residual stream after the block, (B, L, E) to (B, L, E)."""
+        """Return the residual stream after the block, in the shape of ``x`` (B, L, E)."""
         normed = self.pre_norm(x)
         if self.filter is None:
             mixed = self.inner_mha_cls(normed)
@@ -212,7 +212,7 @@ class _StripedBlock(nn.Module):
 
 
 class StripedHyena(DNAModel):
-    """StripedHyena 2, with the parameter names of the released checkpoints of Evo 2.
+    """A DNA model of gated convolutions and attention, with the parameter names of Evo 2.
 
     Args:
         layout: the mixer of each block: ``"se"``, ``"mr"``, ``"li"`` or ``"attention"``.
@@ -266,7 +266,7 @@ class StripedHyena(DNAModel):
         for name, size in (("heads", heads), ("se_groups", se_groups), ("mr_groups", mr_groups)):
             if size < 1 or hidden_size % size:
                 raise OptionError(
-                    f"{name}={size} does not divide hidden_size={hidden_size}. Use a divisor of it."
+                    f"{name}={size} does not divide hidden_size={hidden_size}. Use a divisor."
                 )
         explicit = {"se": (se_length, se_groups), "mr": (mr_length, mr_groups)}
 

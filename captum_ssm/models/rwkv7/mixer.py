@@ -17,7 +17,7 @@ _NORM_EPS = 64e-5
 class RWKV7TimeMix(nn.Module):
     """RWKV-7's mixer, with the parameter names of the published checkpoints.
 
-    Its equations are in :mod:`captum_ssm.mixers.rwkv`.
+    The equations are in :mod:`captum_ssm.mixers.rwkv`.
 
     Args:
         width: width E of the residual stream.

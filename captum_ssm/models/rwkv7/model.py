@@ -34,7 +34,7 @@ class RWKV7FeedForward(nn.Module):
         self.value = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's addition to the residual stream, (B, L, E) to (B, L, E)."""
+        """Return the layer's output for tokens ``x`` (B, L, E), in the same shape."""
         out: Tensor = self.value(F.relu(self.key(x + shifted(x) * self.x_k)).square())
         return out
 
@@ -112,7 +112,7 @@ class RWKV7(nn.Module):
         check_sizes(vocab_size=vocab_size, width=width, depth=depth, head_size=head_size)
         if width % head_size:
             raise OptionError(
-                f"width={width} is not a multiple of head_size={head_size}. Use a multiple of it."
+                f"width={width} is not a multiple of head_size={head_size}. Use a multiple."
             )
         self.emb = nn.Embedding(vocab_size, width)
         self.blocks = nn.ModuleList(

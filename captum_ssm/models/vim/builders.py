@@ -15,11 +15,10 @@ _OF_TIMM = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 def vim_tiny(**options: Any) -> VisionMamba:
     """Build Vim-Ti with random weights: width 192, 24 blocks, 7 million parameters.
 
+    The model is in training mode. To load trained weights, use :func:`load_vim`.
+
     Args:
         **options: arguments of :class:`~captum_ssm.models.vim.VisionMamba`.
-
-    Returns:
-        The model in training mode on the CPU; :func:`load_vim` loads one that was trained.
 
     Example:
         >>> from captum_ssm.models import vim_tiny
@@ -33,11 +32,10 @@ def vim_tiny(**options: Any) -> VisionMamba:
 def vim_small(**options: Any) -> VisionMamba:
     """Build Vim-S with random weights: width 384, 24 blocks, 26 million parameters.
 
+    The model is in training mode. To load trained weights, use :func:`load_vim`.
+
     Args:
         **options: arguments of :class:`~captum_ssm.models.vim.VisionMamba`.
-
-    Returns:
-        The model in training mode on the CPU; :func:`load_vim` loads one that was trained.
 
     Example:
         >>> import torch
@@ -58,15 +56,12 @@ def _published(make: Callable[..., VisionMamba], name: str) -> Callable[..., Vis
 
     variant = "patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2"
     published.__name__ = published.__qualname__ = f"{make.__name__}_{variant}"
-    published.__doc__ = f"""Build {name} with its published name and keywords.
+    published.__doc__ = f"""Build {name} with random weights, by its published name and keywords.
 
     Args:
         pretrained: must be False, since nothing is downloaded. Default: False.
         **options: keywords of the published model, such as ``if_cls_token`` and
             ``use_middle_cls_token``, or of :class:`~captum_ssm.models.vim.VisionMamba`.
-
-    Returns:
-        The model with random weights.
 
     Raises:
         OptionError: when ``pretrained`` is true.
@@ -90,10 +85,7 @@ vim_small_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div
 
 
 def register_with_timm() -> list[str]:
-    """Register the published names with ``timm.create_model``; timm must be installed.
-
-    Returns:
-        The registered names.
+    """Register the published names with ``timm.create_model``, and return these names.
 
     Raises:
         ImportError: when timm is not installed.

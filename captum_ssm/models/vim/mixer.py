@@ -15,8 +15,8 @@ from ...errors import OptionError
 from ...operators.kernels.arithmetic import full_precision
 from ...operators.kernels.scan_backward import selective_scan
 
-#: Second direction of the scan: none; with its own A ("v1"); or with its own weights, except for
-#: the input and output projections ("v2").
+#: Weights of the second scan direction: "none" for only one direction, "v1" for a separate A, and
+#: "v2" for separate weights except the input and output projections.
 BimambaType = Literal["none", "v1", "v2"]
 
 #: Bounds of the initial step sizes dt, which are drawn log-uniformly.
@@ -97,7 +97,7 @@ class VimMixer(nn.Module):
         self.register_parameter("gamma", gamma)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the mixer's addition to the residual stream, (B, L, E) to (B, L, E)."""
+        """Return the mixer's output for tokens (B, L, E), in the same shape."""
         x, z = self.in_proj(hidden_states).transpose(1, 2).chunk(2, dim=1)  # (B, D, L)
         parts = (*self._select(x, ""), z)
         y = self._scan(parts, "A_log", "")
@@ -141,7 +141,7 @@ def scan(
     bias: Tensor,
     z: Tensor | None = None,
 ) -> Tensor:
-    """Return the gated selective scan SiLU(z) (scan(u) + D u), (B, D, L), in float32 or wider.
+    """Return the gated selective scan SiLU(z) (scan(u) + D u) as (B, D, L), in float32 or wider.
 
     Args:
         u: values (B, D, L).

@@ -58,13 +58,13 @@ class VimBlock(nn.Module):
         self.mixer = mixer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the residual stream after the block, (B, L, E) to (B, L, E)."""
+        """Return the residual stream after the block, in the shape of ``x`` (B, L, E)."""
         out: Tensor = x + self.mixer(_normed(self.norm, x))
         return out
 
 
 class VisionMamba(nn.Module):
-    """Vision Mamba, with the parameter names of the official checkpoints.
+    """An image classifier of bidirectional Mamba mixers, with the names of Vim checkpoints.
 
     Images of different sizes than ``img_size`` are accepted, with interpolated position embeddings.
 

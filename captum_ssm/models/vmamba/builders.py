@@ -10,12 +10,11 @@ from .model import VMamba
 def vmamba_tiny(**options: Any) -> VMamba:
     """Build VMamba-T (s1l8), random weights: widths 96 to 768, 14 blocks, 30 million parameters.
 
+    The model is in training mode. To load trained weights, use :func:`load_vmamba`.
+
     Args:
         **options: arguments of :class:`~captum_ssm.models.VMamba`; ``ssm_ratio=2.0`` and
             ``depths=(2, 2, 5, 2)`` build the variant s2l5.
-
-    Returns:
-        The model in training mode on the CPU; :func:`load_vmamba` loads one that was trained.
 
     Example:
         >>> import torch
@@ -31,11 +30,10 @@ def vmamba_tiny(**options: Any) -> VMamba:
 def vmamba_small(**options: Any) -> VMamba:
     """Build VMamba-S (s2l15), random weights: widths 96 to 768, 21 blocks, 50 million parameters.
 
+    The model is in training mode. To load trained weights, use :func:`load_vmamba`.
+
     Args:
         **options: arguments of :class:`~captum_ssm.models.VMamba`.
-
-    Returns:
-        The model in training mode on the CPU; :func:`load_vmamba` loads one that was trained.
 
     Example:
         >>> import torch
@@ -51,11 +49,10 @@ def vmamba_small(**options: Any) -> VMamba:
 def vmamba_base(**options: Any) -> VMamba:
     """Build VMamba-B (s2l15), random weights: widths 128 to 1024, 21 blocks, 89 million parameters.
 
+    The model is in training mode. To load trained weights, use :func:`load_vmamba`.
+
     Args:
         **options: arguments of :class:`~captum_ssm.models.VMamba`.
-
-    Returns:
-        The model in training mode on the CPU; :func:`load_vmamba` loads one that was trained.
 
     Example:
         >>> import torch

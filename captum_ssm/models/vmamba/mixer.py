@@ -140,7 +140,7 @@ class SS2D(nn.Module):
         self.out_proj = nn.Linear(inner, d_model, bias=False)
 
     def forward(self, hidden_states: Tensor, size: tuple[int, int]) -> Tensor:
-        """Return the mixer's addition to the residual stream, (B, L, E) to (B, L, E).
+        """Return the mixer's output for tokens (B, L, E), in the same shape.
 
         Args:
             hidden_states: the tokens of a grid, row by row.

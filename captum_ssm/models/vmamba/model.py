@@ -87,14 +87,14 @@ class VSSBlock(nn.Module):
             self.mlp = Perceptron(width, mlp_hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the grid of tokens after the block, (B, h, w, E) to (B, h, w, E)."""
+        """Return the grid of tokens after the block, in the shape of ``x`` (B, h, w, E)."""
         size = x.shape[1], x.shape[2]
         x = x + self.op(self.norm(x).flatten(1, 2), size=size).unflatten(1, size)
         return x + self.mlp(self.norm2(x)) if self.has_mlp else x
 
 
 class VMamba(nn.Module):
-    """VMamba, with the parameter names of the official checkpoints.
+    """An image classifier of 2D selective scans, with the names of VMamba checkpoints.
 
     The published channels-first and channels-last models are equivalent; both fit this class.
 
