@@ -74,7 +74,7 @@ REFUSED: dict[type[Exception], dict[str, Any]] = {
         "source_words": lambda: metrics.words_of_tokens(LINKS, [0] * 6, [-2] * 5),
         "rates": [lambda: metrics.best_layer([math.nan]), lambda: metrics.best_layer([])],
         "inputs … captum.metrics": both(inputs=torch.randn(1, 3, 4, 4)),
-        "mask … all tokens of an example": both(mask=torch.zeros(2, 6)),
+        "mask … all tokens of example": both(mask=torch.zeros(2, 6)),
         "fill": [
             lambda: measured(metrics.token_infidelity, EMBEDDINGS, fill=torch.zeros(3)),
             lambda: read(torch.randn(2, 5, 4), torch.ones(3)),

@@ -32,7 +32,7 @@ def test_gold_follows_from_the_words() -> None:
         asked = question.split()[0]
         assert question == f"{asked} owns the"
         sentences = [s for s in body.split(" . ") if re.search(rf"\b{asked}\b", s)]
-        assert len(sentences) == 1, "the asked name must be in exactly one fact"
+        assert len(sentences) == 1, "the asked name must be in State exactly one"
         object_ = sentences[0].removesuffix(" .").split()[-1]
         assert example.answer == object_
         assert recall_vocabulary().decode([example.answer_id]) == object_
@@ -53,8 +53,8 @@ def test_parse_gives_back_what_was_generated() -> None:
 @pytest.mark.parametrize(("text", "message"), [
     ("anna owns the spoon . ? anna owns the", "unknown word 'spoon'"),
     ("anna owns the lamp .", "one question"),
-    ("anna owns the lamp . ? bob owns the", "exactly one fact"),
-    ("anna owns the lamp . anna owns the kite . ? anna owns the", "exactly one fact"),
+    ("anna owns the lamp . ? bob owns the", "State exactly one"),
+    ("anna owns the lamp . anna owns the kite . ? anna owns the", "State exactly one"),
     ("anna owns the lamp ? anna owns the", "add the missing '.'"),
     ("anna the lamp . ? anna owns the", "Write each fact as"),
     ("anna owns the red . ? anna owns the", "Write each fact as"),
