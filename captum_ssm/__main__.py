@@ -1,4 +1,4 @@
-"""``python -m captum_ssm`` is the ``captum-ssm`` command, for launchers that start modules."""
+"""Run the ``captum-ssm`` command as ``python -m captum_ssm``."""
 
 from .cli import main
 

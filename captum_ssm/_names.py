@@ -1,4 +1,4 @@
-"""Search for names in any spelling: case, spaces, dashes and underscores are ignored."""
+"""Find names despite different case, spaces, dashes or underscores, or small misspellings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 
 def known_as(name: object, known: Iterable[str]) -> str | None:
-    """Return the known name that differs from ``name`` only in spelling, or None.
+    """Return the known name that equals ``name`` except for case and separators, or None.
 
     Example:
         >>> from captum_ssm._names import known_as

@@ -31,8 +31,8 @@ class NoMixerError(CaptumSSMError, ValueError):
 class UnsupportedMixerError(CaptumSSMError, TypeError):
     """The model has a token mixer without an adapter.
 
-    An explanation without this mixer would be wrong. Register an adapter for it, or pass
-    ``layers`` to explain only the mixers that the message lists.
+    An explanation without this mixer would be wrong. Register an adapter for the mixer; or pass
+    ``layers``, if an explanation of only these layers is enough.
     """
 
 

@@ -152,7 +152,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _read(loaded: Loaded, subject: Subject, given: str, target: Any = None) -> ShownExample:
-    """Return an example of the text ``given``, or of the image in the file ``given``."""
+    """Read the text ``given``, or the image in the file ``given``, as an example."""
     from ..viz.html.example import read_examples
 
     inputs: Any = given if loaded.tokenizer is not None else loaded.prepared([Path(given)])

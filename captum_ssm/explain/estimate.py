@@ -155,7 +155,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _LiveUnread(Live):  # type: ignore[no-untyped-call]
-    """Counts fake tensors, which have no values: code that reads one gets 0 or True."""
+    """Counts the bytes of fake tensors, which have no values: reading one returns 0 or True."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:

@@ -80,7 +80,7 @@ def _size(model: VisionMamba) -> tuple[int, int]:
 
 
 def _read(file: Path) -> Tensor:
-    """Read an image file as uint8 (3, h, w); raise for extreme ratios of the sides."""
+    """Read an image file as uint8 (3, h, w); raise if one side is extremely long."""
     image = read_image(file)
     height, width = image.shape[1:]
     if max(height, width) > _LONGEST * min(height, width):

@@ -1,4 +1,4 @@
-"""Convert a target on the command line to Captum's form."""
+"""Convert a target that was typed on the command line, such as a word, to Captum's form."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class AttributionCalculation:
         )
 
     def baselines(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return a baseline for each of the transformed inputs, in the shape of the input."""
+        """Return the features' baselines, in the shapes of the transformed inputs."""
         return tuple(
             _applied(feature.baseline_transforms[:1], tensor).expand_as(tensor)
             if feature.baseline_transforms

@@ -1,9 +1,9 @@
-"""Types of method arguments on the page, such as a number: each has a default and checks values.
+"""Types of method arguments on the page, such as numbers; each type checks and converts values.
 
 The names are the same as in ``captum.insights.attr_vis.config``, so scripts that add a method to
 the tables still work. :class:`BaselinesConfig`, :class:`BoolConfig`, :class:`ContrastConfig` and
-:class:`TupleConfig` are new. The attribute ``type`` names the type for the page. Each ``parse``
-converts and checks a value; ``name`` is the argument's name, for errors.
+:class:`TupleConfig` are new. The attribute ``type`` names the type for the page. In ``parse``,
+``name`` is the argument's name, for errors.
 """
 
 from __future__ import annotations

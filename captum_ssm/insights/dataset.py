@@ -27,8 +27,8 @@ class Batch:
     Args:
         inputs: a tensor, or a tuple of one tensor per feature; the first dimension is the batch.
         labels: the class index of each example, (B,); None if labels are not known.
-        additional_args: further arguments of the model, which get no relevance. The first dimension
-            of tensors is the batch, except in tensors without dimensions. Default: None.
+        additional_args: further arguments of the model, which get no relevance. Tensors with
+            dimensions must have the batch as first dimension. Default: None.
 
     Raises:
         InputError: when inputs, labels and additional tensors differ in their number of examples.

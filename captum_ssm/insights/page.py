@@ -40,5 +40,5 @@ def served_page(policy: str) -> str:
 
 
 def kept_page(facts: Mapping[str, Any]) -> str:
-    """Return the page as one HTML file that contains ``facts``, its data, and all scripts."""
+    """Return the page as one HTML file, with all scripts and ``facts``, the page's data."""
     return whole_page(_SKELETON, STYLES, SCRIPTS, _TITLE, facts)

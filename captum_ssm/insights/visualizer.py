@@ -37,7 +37,7 @@ _RUNNING = threading.RLock()
 
 
 def _renew_lock() -> None:
-    """Replace the lock in a forked process, because its copy may be locked by a missing thread."""
+    """Replace the lock in a forked process, where a thread that held the lock is missing."""
     global _RUNNING
     _RUNNING = threading.RLock()
 
@@ -122,7 +122,7 @@ class AttributionVisualizer:
         self._config = config.checked(self.classes)
 
     def obstacles(self) -> dict[str, list[str | None]]:
-        """Return for each method a list: why it cannot explain a model, or None, for each model.
+        """Return for each method and model the reason why they do not fit, or None.
 
         The next example is used as input. If the dataset is empty, all entries are None.
         """
@@ -221,7 +221,7 @@ class AttributionVisualizer:
         """Return the messages between words with the largest estimated effects on a class.
 
         Args:
-            example, model_index, target: a text, and indices of a model and a class.
+            example, model_index, target: the text, the index of the model, and the class index.
         """
         with _RUNNING:
             return self.attribution_calculation.messages(self.models[model_index], example, target)
@@ -232,7 +232,7 @@ class AttributionVisualizer:
         """Return a model's predictions for a text with and without some messages between words.
 
         Args:
-            example, model_index, target: a text, and indices of a model and a class.
+            example, model_index, target: the text, the index of the model, and the class index.
             edges: the messages to cut, see :func:`~captum_ssm.knock_out`.
         """
         with _RUNNING:
@@ -243,7 +243,7 @@ class AttributionVisualizer:
         """Return the flow of relevance from a text's words through the layers to a class.
 
         Args:
-            example, model_index, target: a text, and indices of a model and a class.
+            example, model_index, target: the text, the index of the model, and the class index.
         """
         with _RUNNING:
             return self.attribution_calculation.flow(self.models[model_index], example, target)

@@ -145,7 +145,7 @@ def token_sensitivity(
         max over draws x' of ||r(x') - r(x)|| / ||r(x)||
 
     Args:
-        method, inputs, target, additional_forward_args: as in :func:`token_infidelity`, with the
+        method, inputs, target, additional_forward_args: see :func:`token_infidelity`, with the
             same defaults.
         replacements: the ids from which random ids are drawn, (n,); required for token ids.
             Default: None.

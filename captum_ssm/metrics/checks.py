@@ -25,12 +25,12 @@ def as_scores(scores: Any, name: str, dims: int | None = None) -> Tensor:
 def masked_scores(
     scores: Any, mask: Tensor | None, name: str, dims: int | None = None, *, features: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return scores like :func:`as_scores`, set to 0 where the mask is False, and the mask.
+    """Return converted scores, with 0 where the mask is False, and the mask as booleans.
 
     Scores where the mask is False, such as padding, may be NaN or infinite.
 
     Args:
-        scores, name, dims: as in :func:`as_scores`.
+        scores, name, dims: the arguments of :func:`as_scores`.
         mask: True for scores that are used. Default: None, all.
         features: whether scores have a last dimension that the mask does not have. Default: False.
     """
@@ -69,7 +69,7 @@ def _finite(x: Tensor, name: str) -> Tensor:
 
 
 def as_flags(flags: Any, like: Tensor, name: str) -> Tensor:
-    """Convert 0 and 1 to booleans; raise for other values, or for other shapes than ``like``."""
+    """Convert a tensor of 0 and 1, in the shape of ``like``, to booleans; raise for others."""
     if not isinstance(flags, Tensor):
         raise InputError(f"{name} is of type {type(flags).__name__}. Pass a tensor.")
     if flags.shape != like.shape:

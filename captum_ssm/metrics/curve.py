@@ -119,7 +119,7 @@ def change_order(
 
 
 def changed(order: Tensor, fractions: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return True for the units that are changed at each share, (B, F, N).
+    """Return a mask (B, F, N) of the units that are changed at each share.
 
     If n units of an example may be changed, the first floor(f n) of them are changed at share f.
 

@@ -33,7 +33,7 @@ def answers_found(
         Scores (n,), float64, from 0 to 1.
 
     Raises:
-        InputError: when predictions and answers differ in number, or an example has no list.
+        InputError: when predictions and answers differ in number, or an example has no answers.
         OptionError: when mode is unknown.
 
     Example:

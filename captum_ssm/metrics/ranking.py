@@ -70,7 +70,7 @@ def average_precision(scores: Tensor, gold: Tensor, mask: Tensor | None = None) 
         Average precisions (B,); NaN if no unit is true, 1 if every unit is true.
 
     Raises:
-        InputError, NonFiniteError: as :func:`roc_auc`.
+        InputError, NonFiniteError: see :func:`roc_auc`.
 
     Example:
         >>> import torch
@@ -101,7 +101,7 @@ def recall_at_k(
         Recalls (B,); NaN if no unit is true.
 
     Raises:
-        InputError, NonFiniteError: as :func:`roc_auc`.
+        InputError, NonFiniteError: see :func:`roc_auc`.
         OptionError: when k is below 1.
 
     Example:
@@ -121,13 +121,13 @@ def precision_at_k(
     """Return the share of true units among the K highest scores; K = 1 is the top-1 accuracy.
 
     Args:
-        scores, gold, k, mask: as in :func:`recall_at_k`, with the same defaults.
+        scores, gold, k, mask: see :func:`recall_at_k`, with the same defaults.
 
     Returns:
         Shares (B,); NaN if K is 0 or no unit is ranked.
 
     Raises:
-        InputError, NonFiniteError, OptionError: as :func:`recall_at_k`.
+        InputError, NonFiniteError, OptionError: see :func:`recall_at_k`.
 
     Example:
         >>> import torch
@@ -168,13 +168,13 @@ def spearman(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tens
     """Return Spearman's rank correlation; equal scores have their mean rank.
 
     Args:
-        scores, others, mask: as in :func:`pearson`, with the same defaults.
+        scores, others, mask: see :func:`pearson`, with the same defaults.
 
     Returns:
         Correlations (B,); NaN if all scores of an example are equal in either argument.
 
     Raises:
-        InputError, NonFiniteError: as :func:`pearson`.
+        InputError, NonFiniteError: see :func:`pearson`.
 
     Example:
         >>> import torch
@@ -190,13 +190,13 @@ def kendall(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tenso
     """Return Kendall's rank correlation tau-b; time and memory grow with the square of N.
 
     Args:
-        scores, others, mask: as in :func:`pearson`, with the same defaults.
+        scores, others, mask: see :func:`pearson`, with the same defaults.
 
     Returns:
         Correlations (B,); NaN if all scores of an example are equal in either argument.
 
     Raises:
-        InputError, NonFiniteError: as :func:`pearson`.
+        InputError, NonFiniteError: see :func:`pearson`.
 
     Example:
         >>> import torch
@@ -299,7 +299,7 @@ def _ranks(scores: Tensor, counts: Tensor) -> Tensor:
 
 
 def _at_least(scores: Tensor, among: Tensor) -> Tensor:
-    """Return how many units in ``among`` have at least the score of each unit, (B, N)."""
+    """Return for each unit the number of units in ``among`` with an equal or higher score."""
     rising = scores.masked_fill(~among, float("-inf")).sort(-1).values
     return scores.shape[-1] - torch.searchsorted(rising, scores)
 

@@ -152,7 +152,7 @@ def text_perturbation(
         most_first: True to change the most relevant tokens first (positive test), False to change
             the least relevant first (negative test). Default: True.
         fractions: the shares of the changeable tokens to change. Default: 10 % to 90 %.
-        how: ``"mask"`` or ``"delete"``. Default: ``"mask"``.
+        how: ``"mask"`` to replace tokens, ``"delete"`` to remove them. Default: ``"mask"``.
         generator: a generator for a random order of tokens with equal relevance. Default: None,
             earlier tokens come first.
 
@@ -191,7 +191,7 @@ def text_activation(
     """Return the class's probability while tokens are revealed; the area under it is AUAC.
 
     Args:
-        texts, relevance, target, generator: as in :func:`text_perturbation`, with the same
+        texts, relevance, target, generator: see :func:`text_perturbation`, with the same
             defaults. The paper uses the true class as target.
         fractions: the shares of tokens to reveal, the most relevant first. Default: 0 % to 100 %.
 
@@ -199,7 +199,7 @@ def text_activation(
         The curve, one row per text.
 
     Raises:
-        InputError, OptionError, TargetError: as :func:`text_perturbation`.
+        InputError, OptionError, TargetError: see :func:`text_perturbation`.
 
     Example:
         >>> import torch
@@ -227,7 +227,7 @@ def text_pruning(
     """Return the squared change of logits while tokens are removed; the area under it is AU-MSE.
 
     Args:
-        texts, relevance, how, generator: as in :func:`text_perturbation`, with the same defaults.
+        texts, relevance, how, generator: see :func:`text_perturbation`, with the same defaults.
         fractions: the shares of tokens to remove, the least relevant first. Default: 0 % to 100 %.
             With ``how="delete"``, 100 % is only possible if some tokens are fixed.
 
@@ -235,7 +235,7 @@ def text_pruning(
         The curve of the squared change, which is averaged over classes, with one row per text.
 
     Raises:
-        InputError, OptionError: as :func:`text_perturbation`.
+        InputError, OptionError: see :func:`text_perturbation`.
 
     Example:
         >>> import torch
@@ -259,7 +259,7 @@ def _first(
     most_first: bool,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Return True for the tokens that are changed at each share, (B, F, L)."""
+    """Return a mask (B, F, L) of the tokens that are changed at each share."""
     real = texts.real
     scores = (
         relevance.sum(-1) if isinstance(relevance, Tensor) and relevance.dim() == 3 else relevance
@@ -277,7 +277,7 @@ def _first(
 
 
 def _alike(lengths: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of indices (R,) into ``lengths`` (B, F), for at most ``size`` equal lengths."""
+    """Yield index pairs into ``lengths`` (B, F), in groups of at most ``size`` equal lengths."""
     for length in torch.unique(lengths):
         for places in (lengths == length).nonzero().split(size):
             example, step = places.unbind(-1)

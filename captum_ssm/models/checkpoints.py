@@ -209,7 +209,7 @@ def check_sizes(**sizes: int) -> None:
 
 
 def check_complete(model: nn.Module, loading_info: Mapping[str, Any], where: str) -> None:
-    """Raise if weights of a checkpoint are missing, which transformers would fill with noise.
+    """Raise if a checkpoint lacks weights, which transformers would initialize randomly.
 
     Args:
         model: the model that was loaded.

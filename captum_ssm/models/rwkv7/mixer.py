@@ -22,8 +22,8 @@ class RWKV7TimeMix(nn.Module):
     Args:
         width: width E of the residual stream.
         head_size: channels of a head. Default: 64.
-        is_first: whether the mixer is in the first block, whose values later blocks mix into
-            theirs. Default: False.
+        is_first: whether the mixer is in the first block. In later blocks, the values of the first
+            block are mixed in. Default: False.
         decay_rank: rank of the projection to decays. Default: 64.
         step_rank: rank of the projection to step sizes. Default: 64.
         value_rank: rank of the projection to the share of the first block's values. Default: 32.

@@ -64,7 +64,7 @@ class VimBlock(nn.Module):
 
 
 class VisionMamba(nn.Module):
-    """An image classifier of bidirectional Mamba mixers, with the names of Vim checkpoints.
+    """An image classifier of bidirectional Mambas, with the parameter names of Vim checkpoints.
 
     Images of different sizes than ``img_size`` are accepted, with interpolated position embeddings.
 
@@ -237,7 +237,7 @@ class VisionMamba(nn.Module):
         return out
 
     def _layout(self, grid: tuple[int, int]) -> tuple[list[int], list[int]]:
-        """Return the positions of the class tokens, and the positions of the patches."""
+        """Return the positions of the class tokens and of the patches in the sequence of tokens."""
         patches = math.prod(grid)
         cls = self.cls_positions(patches)
         return cls, [t for t in range(patches + len(cls)) if t not in cls]

@@ -94,7 +94,7 @@ class VSSBlock(nn.Module):
 
 
 class VMamba(nn.Module):
-    """An image classifier of 2D selective scans, with the names of VMamba checkpoints.
+    """An image classifier of 2D selective scans, with the parameter names of VMamba checkpoints.
 
     The published channels-first and channels-last models are equivalent; both fit this class.
 
