@@ -125,7 +125,7 @@ class TrainingModeError(CaptumSSMError, RuntimeError):
 
 
 class CheckpointError(CaptumSSMError, ValueError):
-    """A weights file is damaged or unsafe to read, or its weights do not fit the model."""
+    """A model's file is damaged or unsafe to read, or its weights do not fit the model."""
 
 
 class DataNotFoundError(CaptumSSMError, FileNotFoundError):

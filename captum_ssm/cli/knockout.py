@@ -245,7 +245,7 @@ def _said_of_cut(cut: Cut) -> list[str]:
 
 def _said_of_edges(found: list[Held], names: Any, known: Outline) -> list[str]:
     if not found:
-        return ["No message has an effect on it."]
+        return ["No message has an effect on the explained output."]
     chances = [
         f"{_word(answer.label)} {answer.probability:.4f}" for answer in known.predictions[:3]
     ]
@@ -261,7 +261,7 @@ def _said_of_edges(found: list[Held], names: Any, known: Outline) -> list[str]:
     ]
     return [
         *([f"Probabilities: {', '.join(chances)}."] if chances else []),
-        "Decrease of its logit if each of the strongest messages is cut:",
+        "Decrease of its logit if one of the strongest messages is cut:",
         *_table(("layer", "from", "to", "estimated", "true"), rows),
         *([_FIRST_ORDER] if any(edge.first_order for edge, _ in found) else []),
     ]

@@ -50,5 +50,5 @@ def _of_gradients(method: type[Attribution], model: Any, inputs: tuple[Tensor, .
     if not isinstance(model, nn.Module):
         return f"it needs a torch.nn.Module, not a {type(model).__name__}"
     if of_relu and not any(isinstance(module, nn.ReLU) for module in model.modules()):
-        return "it changes how torch.nn.ReLU passes gradients, and the model has none"
+        return "it changes how torch.nn.ReLU passes gradients, and the model has no such module"
     return None

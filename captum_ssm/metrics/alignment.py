@@ -234,7 +234,7 @@ class AlignmentScores:
         self._sample.merge(other._sample)
 
     def compute(self) -> Alignment:
-        """Return the rates for the links of all sentences, as tensors without dimensions."""
+        """Return the rates for the links of all sentences together, as scalar tensors."""
         return Alignment(*self._sample.value().unbind(-1))
 
     def interval(

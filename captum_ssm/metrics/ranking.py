@@ -291,7 +291,7 @@ def _centered(scores: Tensor, counts: Tensor) -> Tensor:
 
 
 def _ranks(scores: Tensor, counts: Tensor) -> Tensor:
-    """Return twice the rank of each used unit, (B, N); equal scores get their mean rank."""
+    """Return 2 rank - 1 of each used unit, (B, N), an integer also for mean ranks of ties."""
     rising = scores.masked_fill(~counts, float("inf")).sort(-1).values
     below = torch.searchsorted(rising, scores.contiguous())
     up_to = torch.searchsorted(rising, scores.contiguous(), right=True)
