@@ -178,7 +178,7 @@ def test_it_is_served_again(visualizer, capsys):
     url, port = visualizer.url, visualizer.serve()
     assert visualizer.serve(port=port) == port and visualizer.url == url
     assert capsys.readouterr().out.count(url) >= 2
-    with pytest.raises(OptionError, match=f"already served on {port}"):
+    with pytest.raises(OptionError, match=f"already served on port {port}"):
         visualizer.serve(port=port % 60000 + 1024)
     visualizer.close()
     with pytest.raises(ConnectionRefusedError):
