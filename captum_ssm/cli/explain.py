@@ -384,7 +384,7 @@ def _read(option: str, file: Path) -> str:
         return file.read_text("utf-8")
     except OSError as error:
         raise OptionError(
-            f"{option} {file} cannot be read: {error.strerror}. Pass a text file."
+            f"{option} {file} cannot be read: {error.strerror}. Pass a text file that you may read."
         ) from error
     except UnicodeDecodeError as error:
         raise OptionError(

@@ -47,7 +47,9 @@ def read_target(subject: Subject, text: str, *, language: bool, option: str = "-
         return found
     if language:
         raise OptionError(f"{option} {text} needs a tokenizer. Pass the token as id:NUMBER.")
-    known = ", ".join(list(labels or classes_of(subject.module))[:10]) or "none"
+    names = list(labels or classes_of(subject.module))
+    rest = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    known = (", ".join(names[:10]) or "none") + rest
     raise OptionError(
         f"{option} {text!r} is neither a number nor one of the classes ({known}). Pass the number "
         "of a class, or the names of all classes with --labels."

@@ -262,7 +262,7 @@ class Parts:
             tokens = [str(i if x is None else x) for i, x in enumerate(ids)]
         if isinstance(tokens, str) or len(tokens) != length:
             raise OptionError(
-                f"tokens has {len(tokens)} texts for {length} tokens. Pass one text per token."
+                f"tokens={tokens!r} does not name {length} tokens. Pass one text per token."
             )
         if places is None:
             return list(tokens), ids

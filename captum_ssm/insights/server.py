@@ -163,7 +163,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Refuse requests that other sites let a browser send, also by DNS rebinding."""
         own = {f"{host}:{self.server.server_port}" for host in (_LOOPBACK, "localhost")}
         if self.headers.get("Host", "") not in own:
-            reason = "Only this machine can open the page. Open it here, or forward its port."
+            reason = (
+                f"The page opens only at {' or '.join(sorted(own))}. Open it there; from another "
+                "machine, forward the same port number."
+            )
             raise _Refusal(HTTPStatus.FORBIDDEN, reason)
         origin = self.headers.get("Origin")
         if origin is not None and origin not in {f"http://{host}" for host in own}:

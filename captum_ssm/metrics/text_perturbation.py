@@ -70,7 +70,10 @@ class Texts:
     def __post_init__(self) -> None:
         inputs = self.inputs
         if not isinstance(inputs, Tensor):
-            raise InputError(f"inputs is of type {type(inputs).__name__}. Pass a tensor.")
+            raise InputError(
+                f"inputs is of type {type(inputs).__name__}. Pass token ids (B, L) or embeddings "
+                "(B, L, E)."
+            )
         if not is_sequence(inputs):
             raise InputError(
                 f"inputs has shape {tuple(inputs.shape)} and dtype {inputs.dtype}; pass token "

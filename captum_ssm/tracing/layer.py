@@ -161,10 +161,10 @@ class Layer:
         """
         if self._factor is not None and not len(self._factor):
             raise InputError(
-                f"Layer {self.name!r}: a forward hook changes the mixer's output in place, or by "
-                "more than a factor per token or per feature. Its operator no longer describes the "
-                "output. Use LatimFlow, which explains the hook as well, let the hook return such "
-                "a factor times its input, or remove the hook."
+                f"Layer {self.name!r}: a forward hook changes the mixer's output in place, or does "
+                "more than multiply it by a factor per token or per feature. Use LatimFlow, which "
+                "explains the hook as well, remove the hook, or let it return the output times a "
+                "factor of shape (B, L, 1) or (B, L, E)."
             )
         return self._factor
 

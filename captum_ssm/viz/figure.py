@@ -51,7 +51,7 @@ def numbers(values: Any, what: str) -> Tensor:
     missing = int((~found.isfinite()).sum())
     if missing:
         raise InputError(
-            f"{what} contains {missing} numbers that are NaN or infinite. Pass finite numbers; a "
+            f"{missing} of the numbers in {what} are NaN or infinite. Pass finite numbers; a "
             "method of this package with verify=True finds the layer that returned them."
         )
     return found

@@ -71,7 +71,7 @@ def as_words(tokens: Sequence[str]) -> Words:
     for name in tokens:
         if not isinstance(name, str):
             raise InputError(
-                f"tokens contains a {type(name).__name__}, not a name. Pass the tokens' texts, "
+                f"tokens contains {name!r} of type {type(name).__name__}. Pass the tokens' texts, "
                 "such as Tokens.of(tokenizer, ids)."
             )
     pieces = tokens.pieces if isinstance(tokens, Tokens) else None

@@ -365,7 +365,7 @@ REFUSED = [
     ({"nodes": [Feature(BLOCKS[0], 1, position=9)]}, OptionError, "is outside of"),
     ({"nodes": BLOCKS, "top": 0}, OptionError, "top"),
     ({"nodes": BLOCKS, "keep": 0.0}, OptionError, "keep"),
-    ({"nodes": BLOCKS, "tokens": ["a"]}, OptionError, "tokens has 1"),
+    ({"nodes": BLOCKS, "tokens": ["a"]}, OptionError, "tokens=.* does not name"),
     ({"nodes": BLOCKS, "show_progress": 1}, OptionError, "show_progress"),
 ]
 

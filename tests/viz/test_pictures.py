@@ -72,7 +72,7 @@ def test_text_of_many_rows_and_awkward_tokens() -> None:
 NAN, SQUARE = float("nan"), torch.rand(3, 3)
 REFUSED: dict[str, Callable[[], object]] = {
     "3 numbers for 2 tokens": lambda: plot_text(["a", "b"], torch.rand(3)),
-    "1 numbers that are NaN or infinite": lambda: plot_text(["a", "b"], torch.tensor([0.1, NAN])),
+    "1 of the numbers in": lambda: plot_text(["a", "b"], torch.tensor([0.1, NAN])),
     "empty mapping": lambda: plot_text(["a"], {}),
     "tokens has 2 labels": lambda: plot_matrices([SQUARE], ["a", "b"]),
     "titles has 1 labels": lambda: plot_matrices([SQUARE] * 2, titles=["a"]),
@@ -88,7 +88,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "role 'key' has 3 numbers for 2": lambda: plot_roles(["a", "b"], {"key": torch.rand(3)}),
     "is not accepted. Pass only real numbers": lambda: plot_text(["a", "b"], [1.0, 2j]),
     "is complex": lambda: plot_text(["a", "b"], torch.zeros(2, dtype=torch.complex64)),
-    "contains a int, not a name": lambda: plot_text([3, 4], torch.rand(2)),
+    "contains 3 of type int": lambda: plot_text([3, 4], torch.rand(2)),
 }
 
 

@@ -136,7 +136,10 @@ class ImageProbe(PatchGrid):
                     run(image)
             except _Reached as reached:
                 return reached.stream
-        raise InputError("No block ran, so the model's patches are unknown. Pass per_token=True.")
+        raise InputError(
+            "No block of the model ran, so the order of its patches is unknown. Pass "
+            "per_token=True for one number per token."
+        )
 
 
 class _Reached(BaseException):

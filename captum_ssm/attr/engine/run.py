@@ -315,9 +315,9 @@ class Run:
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is None:
                 raise GradientModeError(
-                    f"No gradient of the target reaches layer {name!r}. Does detach, no_grad or "
-                    "gradient checkpointing cut the graph, or does this target not depend on the "
-                    "layer? Pass layers=[...] without it."
+                    f"No gradient of the target reaches layer {name!r}. If detach, no_grad or "
+                    "gradient checkpointing cuts the graph, switch it off. If the target does not "
+                    "depend on the layer, pass layers=[...] without it."
                 )
         return [gradient.detach() for gradient in gradients if gradient is not None]
 

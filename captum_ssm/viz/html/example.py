@@ -130,11 +130,10 @@ def _names(
         if codec is None or inputs.dim() != 2 or inputs.is_floating_point():
             return [None] * batch
         return [Tokens.of(codec, ids) for ids in inputs]
-    if isinstance(tokens, str) or inputs.dim() == 4:
-        raise InputError(
-            f"tokens is of type {type(tokens).__name__}. Pass a list of names for each sequence; "
-            "leave tokens out for images, which have patches."
-        )
+    if inputs.dim() == 4:
+        raise InputError("tokens cannot name the patches of images. Leave tokens out.")
+    if isinstance(tokens, str):
+        raise InputError(f"tokens is the text {tokens!r}. Pass a list of names for each sequence.")
     if all(isinstance(name, str) for name in tokens):
         if batch == 1:
             return [cast("Sequence[str]", tokens)]

@@ -182,7 +182,7 @@ def _listed(inputs: Any) -> list[Any]:
             "ids (B, L)."
         )
     if not len(inputs):
-        raise InputError("inputs is an empty list. Pass at least one text.")
+        raise InputError("inputs is empty. Pass at least one text.")
     return list(inputs)
 
 

@@ -95,7 +95,7 @@ REFUSED = [
     ({"options": {"flow": {}}}, OptionError, "options has 'flow'. Pass only options for 'Latim"),
     ({"tokenizer": None}, InputError, "tokenizer"),
     ({"names": ["a", "b"]}, InputError, "names"),
-    ({"inputs": []}, InputError, "inputs is an empty list"),
+    ({"inputs": []}, InputError, "inputs is empty"),
     ({"inputs": 3}, InputError, "inputs is of type int"),
 ]
 
