@@ -21,8 +21,8 @@ PROMPT = (
 )
 _TEXT_TITLE = "Who owns what? The evidence is framed."
 _GRID_TITLE = (
-    "Implicit attention from each word to earlier words "
-    "(absolute values, the largest of each layer is 1)"
+    "Implicit attention: how much each word receives from earlier words "
+    "(absolute values; the largest in each layer is 1)"
 )
 #: File names of the pictures: relevance of words, and implicit attention matrices of the layers.
 _PICTURES = ("relevance.png", "matrices.png")
@@ -46,7 +46,7 @@ def add_to(commands: Any) -> None:
         help="explain the bundled trained Mamba model and write pictures",
         description="Explain the bundled trained Mamba model. Example: captum-ssm demo --out demo",
     )
-    parser.add_argument("--prompt", help="a prompt of the model's task, see the model card")
+    parser.add_argument("--prompt", help="a prompt for the model's task; see the model card")
     parser.add_argument(
         "--out", type=Path, default=Path("captum-ssm-demo"), help="folder for the pictures"
     )
@@ -84,7 +84,7 @@ def _explain(example: Example, out: Path) -> None:
     answer = int(chances.argmax())
     evidence = example.value_position
     print("A two-layer Mamba trained to recall who owns what (bundled, nothing is downloaded).")
-    print(f"It answers {accuracy(model, fresh):.0%} of {_SCORED} fresh prompts correctly.\n")
+    print(f"It answers {accuracy(model, fresh):.0%} of {_SCORED} new prompts correctly.\n")
     print(f"Prompt    {example.text}")
     print(f"Answer    {vocabulary.vocab[answer]}   (probability {float(chances[answer]):.3f})")
     print(f"Evidence  the word {example.words[evidence]!r} at position {evidence}\n")
@@ -95,7 +95,7 @@ def _explain(example: Example, out: Path) -> None:
         print(f"{method.name}: {method.says}")
         _print_strongest(example, found[method.name])
         share = _share_found(method, fresh)
-        print(f"  the evidence is its strongest word in {share:.0%} of the fresh prompts\n")
+        print(f"  the evidence is its strongest word in {share:.0%} of the new prompts\n")
 
     layers = ImplicitAttention(model).matrices(ids)
     text, _ = plot_text(example.words, found, marked=[evidence], title=_TEXT_TITLE)
@@ -113,12 +113,12 @@ def _methods(model: nn.Module) -> list[_Method]:
     return [
         _Method(
             "LatimFlow",
-            "each word's contribution to the answer's logit; with the biases they sum to the logit",
+            "how much each word adds to the answer's logit; words and biases sum to it",
             lambda ids, answer: flow.attribute(ids, target=(-1, answer))[0],
         ),
         _Method(
             "LatimNorm",
-            "the size of each word's contribution to the last token's state, for any answer",
+            "how much each word adds to the last token's residual stream, for any answer",
             lambda ids, answer: norm.attribute(ids)[0],
         ),
     ]

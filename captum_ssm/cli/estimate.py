@@ -12,17 +12,17 @@ def add_to(commands: Any) -> None:
     """Add the subcommand ``estimate`` to the parser's subcommands."""
     parser = commands.add_parser(
         "estimate",
-        help="compute how much memory LatimFlow takes on a model",
+        help="estimate the memory that LatimFlow needs for a model",
         description=(
-            "Compute how much memory LatimFlow takes, only from the configuration. "
+            "Estimate the memory that LatimFlow needs, from the model's configuration. "
             "Example: captum-ssm estimate my-mamba --tokens 8192 --gpu 80"
         ),
     )
     parser.add_argument(
-        "model", help="a bundled model, a folder with config.json, or with --hub a name on the hub"
+        "model", help="a bundled model, a folder with config.json, or with --hub a model name"
     )
-    parser.add_argument("--tokens", type=int, required=True, help="tokens of the example")
-    parser.add_argument("--gpu", type=float, help="memory of a GPU in GiB, to compare with")
+    parser.add_argument("--tokens", type=int, required=True, help="number of tokens of the example")
+    parser.add_argument("--gpu", type=float, help="GPU memory in GiB; prints whether the run fits")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: the configuration's"
     )
@@ -50,4 +50,4 @@ def run(options: argparse.Namespace) -> None:
             last = () if options.gpu is None else ("yes" if found.fits(options.gpu) else "no",)
             numbers = (f"{size / _GIB:.2f}" for size in sizes)
             print(row.format(rule, str(recompute), *numbers, *last), flush=True)
-    print("Computed for one example with PyTorch's functions; other kernels need other memory.")
+    print("For one example with PyTorch's own functions. Other kernels use different memory.")

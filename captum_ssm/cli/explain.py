@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from ..explain.loading import Loaded
     from ..viz.html.explanation import Explanation
 
-_DESCRIPTION = """Explain a model's predictions for texts or images, and write a report, a picture
-or numbers.  MODEL is a bundled model, a folder that transformers saved, a weights file of Vision
-Mamba or VMamba, or with --hub a name on the Hugging Face hub.
+_DESCRIPTION = """Explain a model's predictions for texts or images, and write a report, pictures or
+numbers.  MODEL is a bundled model, a folder of a transformers model, a file of Vision Mamba or
+VMamba weights, or with --hub a name on the Hugging Face hub.
 
 Examples:
   captum-ssm explain recall-mamba --text "anna owns the lamp . ? anna owns the" --out report.html
@@ -48,14 +48,14 @@ def add_to(commands: Any) -> None:
     """Add the subcommand ``explain`` to the parser's subcommands."""
     parser = commands.add_parser(
         "explain",
-        help="explain texts or images with several methods: a report, a picture or numbers",
+        help="explain predictions for texts or images, and write a report, pictures or numbers",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL")
     inputs = parser.add_mutually_exclusive_group(required=True)
-    inputs.add_argument("--text", nargs="+", metavar="TEXT", help="texts, each an example")
-    inputs.add_argument("--file", nargs="+", type=Path, help="text files, each an example")
+    inputs.add_argument("--text", nargs="+", metavar="TEXT", help="texts, one example each")
+    inputs.add_argument("--file", nargs="+", type=Path, help="text files, one example each")
     inputs.add_argument("--image", nargs="+", type=Path, help="image files")
     parser.add_argument(
         "--method", nargs="+", metavar="M", help="methods, as listed by: captum-ssm methods"
@@ -65,96 +65,96 @@ def add_to(commands: Any) -> None:
         nargs="+",
         type=lambda name: name.replace("centred", "centered"),
         choices=_RULES,
-        help="how LatimFlow divides a mixer's output between content and gates: frozen scores only "
-        "content, balanced both; several rules are compared; default: the method's",
+        help="rules of LatimFlow, side by side: frozen shows which token was copied, balanced "
+        "which tokens mattered (default: both; with --method, the method's own)",
     )
     parser.add_argument(
         "--baselines",
         metavar="B",
-        help="the baseline of LatimFlow and MambaLRP: mean, or a number for all features; default: "
-        "the rule's",
+        help="baseline of LatimFlow and MambaLRP: mean, or a number for all features (default: "
+        "chosen by the rule)",
     )
     parser.add_argument(
         "--target",
-        help="the class to explain, as name or number; or the next token, as text or as id:NUMBER; "
-        "default: the model's prediction",
+        help="explained class or next token: a class's name or number, a token's text, or an id as "
+        "id:NUMBER (default: the model's prediction)",
     )
     parser.add_argument(
         "--contrast",
-        help="a second class or token, to explain the difference of both logits; or mean, others, "
-        "all or runner-up; default: none",
+        help="alternative to the target: a class or token in the same forms, or mean, others, all "
+        "or runner-up (default: none)",
     )
     parser.add_argument(
         "--option",
         nargs="+",
         metavar="NAME=VALUE",
-        help="arguments of the methods, such as n_steps=50 or start_layer=1",
+        help="options of the methods, such as n_steps=50 or start_layer=1",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--target-mask",
         type=Path,
         metavar="FILE",
-        help="for a segmentation model, explain the target's mean over the light pixels of this "
-        "image; default: over the pixels that the model assigns to the class",
+        help="for segmentation models: explain the target's mean over the light pixels of this "
+        "image (default: the pixels that the model assigns to the class)",
     )
     where.add_argument(
         "--target-pixel",
         nargs=2,
         type=int,
         metavar=("ROW", "COLUMN"),
-        help="for a segmentation model, explain one pixel of the output",
+        help="for segmentation models: explain one pixel of the output",
     )
     parser.add_argument(
-        "--generate", type=int, metavar="N", help="explain an answer of N tokens, span by span"
+        "--generate", type=int, metavar="N", help="generate N tokens, and explain each span"
     )
-    parser.add_argument("--answer", metavar="TEXT", help="explain this answer, span by span")
+    parser.add_argument("--answer", metavar="TEXT", help="explain each span of this answer")
     parser.add_argument(
         "--spans",
         choices=_SPANS,
-        help="the parts of an answer that are explained, each as a whole; default: word for a "
-        "page, which sums words up to sentences, else sentence",
+        help="parts of an answer that are explained as a whole (default: word for .html, whose "
+        "page also shows sentences; else sentence)",
     )
     parser.add_argument(
-        "--prompt-spans", choices=_SPANS, help="parts of the prompt to score; default: as --spans"
+        "--prompt-spans", choices=_SPANS, help="parts of the prompt (default: as for --spans)"
     )
     parser.add_argument(
         "--hops",
         type=int,
-        help="how often relevance of answer tokens is passed on towards the prompt; default: 0",
+        help="how often to pass relevance of answer tokens on to earlier tokens (default: 0)",
     )
-    parser.add_argument("--labels", type=Path, help="file with the name of a class per line")
+    parser.add_argument("--labels", type=Path, help="file with one class name per line")
     parser.add_argument(
         "--maps",
         nargs="*",
         choices=("attention", "contributions"),
-        help="token-to-token maps in the report, or no value for none; default: attention",
+        help="token-to-token maps of the report (default: attention); none if no value follows",
     )
     parser.add_argument("--layers", nargs="+", type=int, help="layers whose maps are shown")
     parser.add_argument(
-        "--cuts", type=int, metavar="N", help="messages that a report cuts; default: 20 with maps"
+        "--cuts", type=int, metavar="N", help="messages to cut in a report (default: 20 with maps)"
     )
     parser.add_argument(
         "--out",
         type=Path,
-        help="file to write: .html, .png, .json or .csv, or - to print JSON; default: report.html, "
-        "or answers.html",
+        help="file to write: .html, .png, .json or .csv, or - to print JSON (default: report.html, "
+        "or answers.html for answers)",
     )
-    parser.add_argument("--title", help="a heading; default: the model's name")
+    parser.add_argument("--title", help="heading of the report (default: the model's name)")
     add_source_to(parser)
     add_force_to(parser)
-    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+    parser.add_argument("--quiet", action="store_true", help="hide progress bars")
     parser.set_defaults(run=run)
 
 
 def add_source_to(parser: argparse.ArgumentParser) -> None:
-    """Add the options for loading MODEL, which several subcommands have."""
-    parser.add_argument("--device", default="cpu", help="device of the model; default: cpu")
+    """Add the options for loading MODEL."""
+    parser.add_argument("--device", default="cpu", help="device of the model (default: cpu)")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="default: float32")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="default: the model's tokenizer")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="default: the model's own")
     parser.add_argument("--hub", action="store_true", help="allow downloading MODEL from the hub")
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python files in MODEL's folder"
+        "--trust-remote-code", action="store_true", help="run Python files that come with MODEL"
     )
 
 
@@ -326,8 +326,8 @@ def _run_on_answers(options: argparse.Namespace) -> None:
     )
     print_any_letters()
     for result in found if not is_page else ():
-        print(f"Spans of the answer, with the most relevant parts of the prompt by {name}:")
-        print(answer_lines(result))
+        print(f"Sources of the answer, by {name}:")
+        print(told(result))
     identity = holds_identity(method)
     page = {
         "title": options.title,
@@ -346,7 +346,7 @@ def _tell(found: list[Explanation]) -> None:
 
     print_any_letters()
     for explanation in found:
-        print(f"Explained is {explanation.facts['explained']}. Most relevant:")
+        print(f"Explained: {explanation.facts['explained']}. Most relevant tokens:")
         for method in explanation.facts["methods"]:
             print(largest(explanation.facts, method))
 

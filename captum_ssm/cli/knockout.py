@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from ..viz.html.example import ShownExample, Subject
     from ..viz.html.outline import Outline
 
-_DESCRIPTION = """Run a model on a text or an image without some of the messages between its tokens,
-and print how the prediction changes.  Without --from and --to, the strongest messages are found,
-and each is cut separately.  MODEL has the same forms as for captum-ssm explain.
+_DESCRIPTION = """Run a model on a text or an image without some of the messages between tokens,
+and print how the prediction changes.  Without --from and --to, the command finds the strongest
+messages and cuts each one separately.  MODEL is the same as for captum-ssm explain.
 
-Write tokens as words of the text, as positions from 0 or from the end (-1), as a slice such as 0:4,
-or as : for all tokens.  Write patches of an image as positions, or as "row 2, column 3".
+Name tokens by words of the text, by positions from 0 (-1 is the last), or by a slice such as 0:4,
+or : for all.  Name patches by positions, or as in "row 2, column 3".
 
 Examples:
   captum-ssm knockout recall-mamba "anna owns the lamp . bob owns the kite . ? anna owns the"
@@ -37,8 +37,8 @@ Examples:
 _COMPONENTS = ("activation", "conv", "gate", "norm", "scan", "skip")
 _NUMBER = re.compile(r"-?\d+")
 _FIRST_ORDER = (
-    "≈ The estimate is of first order: it ignores that norms after this layer change without a "
-    "large message."
+    "≈ The estimate is of first order: it ignores that later norms change if a large message "
+    "is removed."
 )
 #: Options that need --from or --to, because they select parts of the named messages.
 _OF_NAMED = ("heads", "component", "selection", "replace")
@@ -48,55 +48,55 @@ def add_to(commands: Any) -> None:
     """Add the subcommand ``knockout`` to the parser's subcommands."""
     parser = commands.add_parser(
         "knockout",
-        help="cut messages between tokens, and compare the model's predictions",
+        help="cut messages between tokens, and print the new prediction",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("text", metavar="TEXT|IMAGE", help="the text, or the file of the image")
+    parser.add_argument("text", metavar="TEXT|IMAGE", help="the text, or an image file")
     parser.add_argument(
         "--target",
-        help="the class whose logit is compared, as name or number; or the next token, as text or "
-        "as id:NUMBER; default: the model's prediction",
+        help="class or next token whose logit is measured: a class's name or number, a token's "
+        "text, or its id as id:NUMBER (default: the model's prediction)",
     )
     parser.add_argument(
         "--layers",
         nargs="+",
         metavar="L",
-        help="numbers or names of mixers, or attention or ssm for all of a family; default: all",
+        help="numbers or names of mixers, a family's name, attention, or ssm (default: all)",
     )
     parser.add_argument(
-        "--from", nargs="+", dest="sources", metavar="T", help="tokens that send messages; "
-        "default: cut all that the mixers write to the tokens of --to, also biases"
+        "--from", nargs="+", dest="sources", metavar="T", help="source tokens (default: "
+        "all; the mixers' biases at the tokens of --to are removed, too)"
     )  # fmt: skip
     parser.add_argument(
-        "--to", nargs="+", dest="targets", metavar="T", help="receiving tokens; default: all"
+        "--to", nargs="+", dest="targets", metavar="T", help="receiving tokens (default: all)"
     )
     parser.add_argument(
-        "--heads", nargs="+", type=int, help="cut only these heads (channels for Mamba-1)"
+        "--heads", nargs="+", type=int, help="cut only these heads (Mamba-1: channels)"
     )
     parser.add_argument(
-        "--component", nargs="+", choices=_COMPONENTS, help="cut only these mixer components"
+        "--component", nargs="+", choices=_COMPONENTS, help="cut only what passes these components"
     )
     parser.add_argument(
         "--selection",
         action="store_true",
-        help="also remove the sources' influence on B, C, step sizes and gates",
+        help="also remove the effect of the source tokens on B, C, steps and gates",
     )
     parser.add_argument(
         "--replace",
         metavar="mean|TEXT|IMAGE",
-        help="replace messages by those of the mean token, or by those in a run on a different "
-        "text or image with as many tokens; default: remove messages",
+        help="replace messages instead of removing them: by the mean token's messages, or by those "
+        "from a run on a different text or image with the same number of tokens",
     )
     parser.add_argument(
         "--top",
         type=int,
         default=8,
         metavar="N",
-        help="number of messages to list without --from and --to; default: 8",
+        help="number of messages to list without --from and --to (default: 8)",
     )
-    parser.add_argument("--json", action="store_true", help="print numbers as JSON")
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     add_source_to(parser)
     parser.set_defaults(run=run)
 
@@ -147,7 +147,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(facts, indent=1, allow_nan=False))
     else:
-        print(f"Explained is {known.explained}.")
+        print(f"Explained: {known.explained}.")
         print("\n".join(told))
 
 
@@ -232,20 +232,20 @@ def _facts_of_cut(cut: Cut) -> dict[str, Any]:
 
 def _said_of_cut(cut: Cut) -> list[str]:
     rows = [(_word(a.label), f"{a.before:.4f}", f"{a.without:.4f}") for a in cut.answers]
-    lines = _table(("probability of", "as it is", "without"), rows) if rows else []
-    effect = f"Its logit loses {cut.true:.4g}"
+    lines = _table(("probability of", "before", "after"), rows) if rows else []
+    effect = f"The logit changes by {-cut.true:+.4g}"
     if not cut.answers:
         effect = (
-            f"The output goes from {cut.before:.4g} to {cut.without:.4g}: it loses {cut.true:.4g}"
+            f"The output changes from {cut.before:.4g} to {cut.without:.4g}, by {-cut.true:+.4g}"
         )
     if cut.estimated is None:
-        return [*lines, f"{effect}; with --selection or --replace there is no estimate."]
-    return [*lines, f"{effect}; the estimate was {cut.estimated:.4g}."]
+        return [*lines, f"{effect}; there is no estimate with --selection or --replace."]
+    return [*lines, f"{effect}; the estimate was {-cut.estimated:+.4g}."]
 
 
 def _said_of_edges(found: list[Held], names: Any, known: Outline) -> list[str]:
     if not found:
-        return ["No message has an effect on the explained output."]
+        return ["No message has an effect on the output."]
     chances = [
         f"{_word(answer.label)} {answer.probability:.4f}" for answer in known.predictions[:3]
     ]
@@ -261,7 +261,7 @@ def _said_of_edges(found: list[Held], names: Any, known: Outline) -> list[str]:
     ]
     return [
         *([f"Probabilities: {', '.join(chances)}."] if chances else []),
-        "Decrease of its logit if one of the strongest messages is cut:",
+        "The output falls by these numbers when each of the strongest messages is cut:",
         *_table(("layer", "from", "to", "estimated", "true"), rows),
         *([_FIRST_ORDER] if any(edge.first_order for edge, _ in found) else []),
     ]

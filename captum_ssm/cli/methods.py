@@ -10,7 +10,7 @@ def add_to(commands: Any) -> None:
     """Add the subcommands ``methods`` and ``models`` to the parser's subcommands."""
     parser = commands.add_parser(
         "methods",
-        help="list the methods, their costs and results",
+        help="list the methods, their costs and their results",
         description="List the methods. Example: captum-ssm methods --markdown",
     )
     parser.add_argument("--markdown", action="store_true", help="print a markdown table")

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from ..explain.loading import Loaded
     from ..insights.visualizer import AttributionVisualizer
 
-_DESCRIPTION = """Show models' predictions for texts or images with explanations, on a page that
-only this machine can open.  MODEL is a bundled model, a folder that transformers saved, or a
-weights file of Vision Mamba; nothing is downloaded.  If a file's folder has the name of a class,
-this is the file's label.  End the server with Ctrl-C.
+_DESCRIPTION = """Show and explain models' predictions for texts or images on a page that only this
+machine can open.  MODEL is a bundled model, a folder of a transformers model, or a file of Vision
+Mamba weights; nothing is downloaded.  The name of a file's folder is its label if it is the name of
+a class.  Press Ctrl-C to stop.
 
 Examples:
   captum-ssm serve recall-mamba --texts prompts.txt
@@ -26,18 +26,18 @@ def add_to(commands: Any) -> None:
     """Add the subcommand ``serve`` to the parser's subcommands."""
     parser = commands.add_parser(
         "serve",
-        help="show texts or images with explanations by all methods on a page",
+        help="browse explanations of texts or images on a page",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="one or more models to compare")
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="models to show side by side")
     inputs = parser.add_mutually_exclusive_group(required=True)
-    inputs.add_argument("--texts", type=Path, help="file of one text per line, or folder of *.txt")
+    inputs.add_argument("--texts", type=Path, help="file with a text per line, or folder of *.txt")
     inputs.add_argument("--images", type=Path, help="folder of image files")
-    parser.add_argument("--labels", type=Path, help="file with the name of a class per line")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="default: each model's tokenizer")
-    parser.add_argument("--device", default="cpu", help="device of the models; default: cpu")
-    parser.add_argument("--port", type=int, help="port of the page; default: a free port")
+    parser.add_argument("--labels", type=Path, help="file with one class name per line")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="default: each model's own")
+    parser.add_argument("--device", default="cpu", help="device of the models (default: cpu)")
+    parser.add_argument("--port", type=int, help="port of the page (default: a free one)")
     parser.set_defaults(run=run)
 
 

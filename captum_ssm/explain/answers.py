@@ -30,7 +30,7 @@ def answer_lines(result: SSMLLMAttributionResult) -> str:
         named = ", ".join(f"{parts.features[i]!r} ({relevance[i]:+.3g})" for i in best)
         rest = float((last.text[s] + last.unresolved[s]).sum())
         lines.append(
-            f"  {name!r} ({parts.outputs[s]:+.3g}): {named}; on the answer itself {rest:+.3g}, on "
+            f"  {name!r} ({parts.outputs[s]:+.3g}): {named}; earlier answer words {rest:+.3g}, "
             f"constants {last.constants[s]:+.3g}"
         )
     return "\n".join(lines)

@@ -29,7 +29,7 @@ def obstacle(method: type[Attribution], model: Any, inputs: tuple[Tensor, ...]) 
 
 def _of_mixers(model: Any, inputs: tuple[Tensor, ...]) -> str | None:
     if len(inputs) != 1:
-        return f"it explains one input, and the model takes {len(inputs)}"
+        return f"it explains one input, but the model has {len(inputs)}"
     shape, floating = tuple(inputs[0].shape), inputs[0].is_floating_point()
     if not (len(shape) in (3, 4) and floating) and not (len(shape) == 2 and not floating):
         kind = str(inputs[0].dtype).removeprefix("torch.")
@@ -43,12 +43,12 @@ def _of_mixers(model: Any, inputs: tuple[Tensor, ...]) -> str | None:
 
 def _of_gradients(method: type[Attribution], model: Any, inputs: tuple[Tensor, ...]) -> str | None:
     if not all(tensor.is_floating_point() or tensor.is_complex() for tensor in inputs):
-        return "it takes gradients of the inputs, which are integers"
+        return "it needs gradients of the inputs, but the inputs are integers"
     of_relu = issubclass(method, GuidedBackprop | Deconvolution)
     if not (of_relu or issubclass(method, DeepLift)):
         return None
     if not isinstance(model, nn.Module):
         return f"it needs a torch.nn.Module, not a {type(model).__name__}"
     if of_relu and not any(isinstance(module, nn.ReLU) for module in model.modules()):
-        return "it changes how torch.nn.ReLU passes gradients, and the model has no such module"
+        return "it changes gradients of torch.nn.ReLU, but the model has no such module"
     return None

@@ -79,7 +79,7 @@ def _kind(option: Option) -> Config:
 
 
 #: Help text of the option ``rule``.
-_RULES = "By rule balanced: what mattered. By rule frozen: whose content was moved."
+_RULES = "Rule balanced shows which tokens mattered, rule frozen which token was copied."
 
 
 def _parameters(entry: Entry) -> ConfigParameters:

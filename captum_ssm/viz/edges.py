@@ -76,8 +76,8 @@ def plot_windows(windows: KnockoutWindows, *, title: str | None = None) -> tuple
             axis.fill_between(places, *band, color=style["color"], alpha=0.15, linewidth=0)
     axis.xaxis.get_major_locator().set_params(integer=True)
     wide = windows.window
-    xlabel = "layer" if wide == 1 else f"layer in the middle of a window of {wide}"
-    axis.set(xlabel=xlabel, ylabel="change of probability, %")
+    xlabel = "layer" if wide == 1 else f"middle layer of a window of {wide} layers"
+    axis.set(xlabel=xlabel, ylabel="change in probability (%)")
     plain = float(numbers(windows.plain, "windows").mean())
     of_several = f" (mean of {batch} examples)" if batch > 1 else ""
     said = f"probability of the answer: {plain:.2f}{of_several}"
@@ -144,7 +144,7 @@ def plot_edges(
         _number(axis, numbered, named=len(layers) > 1 and not by_layer)
         if by_layer:
             axis.set_title(f"layer {here[0]}", size=9, loc="left")
-    explain(figure, effects, "increases the output", "decreases it")
+    explain(figure, effects, "increases the output", "decreases the output")
     if title:
         figure.suptitle(shown(title), x=0.01, ha="left", size=11)
     return figure, axes[:, 0]

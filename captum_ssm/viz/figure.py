@@ -90,7 +90,7 @@ def explain_colors(figure: Figure, color_map: str) -> None:
     from matplotlib import colormaps
     from matplotlib.patches import Patch
 
-    ends = {"adds": 0.9, "subtracts": 0.1} if color_map == DIVERGING else {"more": 0.9}
+    ends = {"adds": 0.9, "subtracts": 0.1} if color_map == DIVERGING else {"more relevant": 0.9}
     handles = [Patch(color=colormaps[color_map](end), label=name) for name, end in ends.items()]
     figure.legend(handles=handles, loc="upper right", ncols=2, fontsize=8, frameon=False)
 

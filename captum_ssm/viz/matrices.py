@@ -76,7 +76,7 @@ def plot_matrices(
         axis.remove()
     for place, axis in enumerate(axes[: len(squares)]):
         axis.set_xlabel("source token" if place + wide >= len(squares) else "")
-        axis.set_ylabel("taking token" if place % wide == 0 else "")
+        axis.set_ylabel("receiving token" if place % wide == 0 else "")
     if title:
         figure.suptitle(shown(title), x=0.01, ha="left", size=11)
     return figure, axes[: len(squares)]

@@ -49,7 +49,7 @@ def test_the_first_screen_tells_the_story(wide: Page, example: dict[str, Any]) -
     strongest = wide.box(".token[data-index='3']")
     assert 0 < strongest["top"] < strongest["bottom"] < 800
     flow = np.array(example["methods"][0]["values"])
-    check(wide, flow, f"What adds to {example['explained']}")
+    check(wide, flow, f"Relevance for {example['explained']}")
     sums = r"tokens (\S+) \+ references (\S+) \+ biases (\S+) = logit (\S+)"
     said = re.fullmatch(sums, wide.text("#sum"))
     assert said is not None
@@ -65,12 +65,12 @@ def test_a_click_on_a_chip_explains_that_prediction(opened: Page, example: dict[
     rival = 1 + [p["label"] for p in example["predictions"][1:]].index("anna")
     opened.click(f"#targets .chip:nth-of-type({rival + 1})")
     found = LatimFlow(MODEL).attribute(IDS, (-1, VOCABULARY.id_of("anna")))[0].numpy()
-    check(opened, found, "What adds to the logit of “anna”, predicted after token 13")
-    assert "Of “lamp”, for which the page was made." in opened.text("#flow")
+    check(opened, found, "Relevance for the logit of “anna”, predicted after token 13")
+    assert "This part explains only “lamp”." in opened.text("#flow")
     # methods that were asked for one say so
-    assert "asked" not in opened.text("#sum") and opened.count(".astray") == 1
+    assert "explains only" not in opened.text("#sum") and opened.count(".astray") == 1
     opened.click("#methods label:last-of-type")
-    assert opened.text("#sum").endswith("It was asked for “lamp” alone.")
+    assert opened.text("#sum").endswith("This method explains only “lamp”.")
 
 
 def test_one_prediction_rather_than_another_by_keyboard(
@@ -82,7 +82,9 @@ def test_one_prediction_rather_than_another_by_keyboard(
     assert name == "kite"  # of the text, and behind "the" there: none of the likeliest
     target, rival = ((-1, VOCABULARY.id_of(word)) for word in ("lamp", name))
     found = LatimFlow(MODEL).attribute(IDS, target, contrast=rival)[0].numpy()
-    said = f"What adds to the logit of “lamp” rather than “{name}”, predicted after token 13"
+    said = (
+        f"Relevance for the logit of “lamp” minus the logit of “{name}”, predicted after token 13"
+    )
     check(wide, found, said)
     assert "= logit difference" in wide.text("#strongest tfoot")
     wide.keys("ArrowLeft")  # back to what was asked
@@ -179,7 +181,7 @@ def test_the_identity_is_in_no_sum(page: Page, tmp_path: Path) -> None:
     (rollout,) = example["methods"]
     assert rollout["own"] == 13
     page.goto(path)
-    said = re.fullmatch(r"Its numbers sum to (\S+)\.", page.text("#sum"))
+    said = re.fullmatch(r"Relevance sums to (\S+)\.", page.text("#sum"))
     assert said is not None
     total = sum(rollout["values"][:13])
     assert number(said[1]) == pytest.approx(total, rel=6e-3)
@@ -238,7 +240,7 @@ def test_what_enters_each_layer(opened: Page) -> None:
         event = f"new PointerEvent('pointermove', {{clientX: {x}, clientY: {y}}})"
         opened.evaluate(f"document.querySelector('#entering canvas').dispatchEvent({event})")
         text = opened.text("#tip")
-        match = re.fullmatch(rf"Enters layer {layer} at token {token} “\w+”: (\S+)", text)
+        match = re.fullmatch(rf"Input of layer {layer} at token {token} “\w+”: (\S+)", text)
         assert match is not None, text
         exact = float(streams[layer][0, token])
         assert number(match[1]) == pytest.approx(exact, rel=6e-3, abs=1e-3)

@@ -71,13 +71,13 @@ def test_a_dot_for_each_node_and_a_line_for_each_link(page: Page, tmp_path: Path
             ends = [page.each(".graph line", f"e.{axis}{end}.baseVal.value") for axis in "xy"]
             assert set(zip(*ends, strict=True)) <= dots
         (label,) = page.each(".graph svg[role=group]", "e.ariaLabel")
-        assert f"on the way to {example['explained']}" in label
+        assert f"Attribution graph of {example['explained']}" in label
         cells = page.texts(".graph .strongest tbody td")
         assert len(cells) == 4 * len(graph["path"])
         for place, step in enumerate(graph["path"]):
             what, position, word, adds = cells[4 * place : 4 * place + 4]
             node = nodes[step["node"]]
-            assert what == (graph["rows"][node["row"] - 1] if node["row"] else "the word itself")
+            assert what == (graph["rows"][node["row"] - 1] if node["row"] else "input token")
             assert [position, word] == [str(node["position"]), tokens[node["position"]]]
             assert number(adds) == pytest.approx(step["adds"], rel=0.01)
     assert page.errors == [] and page.dialogs == []
@@ -98,7 +98,7 @@ def check_parts(page: Page, made: Path, chosen: int) -> None:
     graph = example["graph"]
     names = page.texts(".graph .parts td:first-child")
     values = [number(x) for x in page.texts(".graph .parts td:last-child")]
-    assert names[-2:] == ["Biases", "Together"]
+    assert names[-2:] == ["Biases", "Sum"]
     assert values[-1] == pytest.approx(graph["nodes"][chosen]["value"], rel=6e-3)
     size = sum(map(abs, values[:-1]))
     assert sum(values[:-1]) == pytest.approx(values[-1], abs=6e-3 * size)

@@ -59,11 +59,11 @@ def test_pointing_colours_what_a_word_is_due_to(
 ) -> None:
     prompt, answer = last(found)
     assert_coloured(opened, prompt.sum(0), answer.sum(0))
-    assert opened.text("#status").startswith("The whole answer comes most from")
+    assert opened.text("#status").startswith("The whole answer depends most on")
     opened.hover(word("answer", 6))
     assert_coloured(opened, prompt[6], answer[6])
     best = PROMPT.split()[int(prompt[6].argmax())]
-    assert opened.text("#status").startswith(f"“kite” comes most from “{best}” +")
+    assert opened.text("#status").startswith(f"“kite” depends most on “{best}” +")
     assert opened.text("#strongest li").split()[0] == best == "kite"
     sums = [prompt[6].sum(), answer[6].sum(), found.spans.hops[-1].constants[6]]
     said = opened.text("#sum").replace("−", "-").rstrip(".").replace(":", ",").split(", ")
@@ -79,7 +79,7 @@ def test_sentences_are_sums_of_their_words(opened: Page, found: SSMLLMAttributio
     opened.hover(word("answer", 5))
     assert_coloured(opened, prompt[3:8].sum(0), answer[3:8].sum(0))
     assert opened.count("#answer .current") == len(LAST)
-    assert opened.text("#status").startswith("“bob owns the kite .” comes most from")
+    assert opened.text("#status").startswith("“bob owns the kite .” depends most on")
     opened.click("#shades [value=sentences]")
     opened.hover(word("answer", 5))
     coloured = opened.opacities("#prompt .token")
@@ -91,7 +91,7 @@ def test_a_word_that_is_kept(opened: Page, found: SSMLLMAttributionResult) -> No
     """By its hops, its strongest words, and the table; a word of the prompt shows what it gives."""
     opened.hover(word("prompt", 8))
     assert_coloured(opened, torch.zeros(14), last(found)[0][:, 8])
-    assert opened.text("#strongest-title") == "Gives most to"
+    assert opened.text("#strongest-title") == "Adds most to"
     opened.click(word("answer", 6))
     opened.click("#strongest button")
     assert opened.count("#prompt .found") == 1 and opened.text(".found") == "kite"

@@ -140,7 +140,7 @@ def test_two_models_side_by_side(shown):
     page.choose("#prediction", "correct")
     show(page)
     assert page.texts("h3") == ["Model 1, Always, correct", "Model 2, Always"]
-    assert "Does not pass the filter." in page.texts("section p")
+    assert "This example does not pass the filter." in page.texts("section p")
 
 
 def test_an_error_of_a_model_is_shown_in_its_place(shown, monkeypatch):
@@ -229,7 +229,7 @@ def test_a_word_that_is_pointed_at_says_its_value(shown, page, view):
     wanted = percents(page, "article:first-child .flow")
     page.hover("article:first-child .token:nth-child(2)")
     page.wait_for("!document.querySelector('#tip').hidden")
-    assert page.text("#tip") == f"“lamp”: {wanted[1]:.3f} in hundredths of the strongest"
+    assert page.text("#tip") == f"“lamp”: {wanted[1]:.3f} % of the strongest word"
     box, word = (
         page.evaluate(f"document.querySelector('{s}').getBoundingClientRect().toJSON()")
         for s in ("#tip", ".token.current")

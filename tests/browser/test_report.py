@@ -79,7 +79,7 @@ def test_a_token_under_the_mouse_says_its_number_and_keeps_the_colours(
     assert said is not None and said[1][0] == sign
     assert float(said[1][1:].replace("−", "-")) == pytest.approx(abs(values[11]), rel=6e-3)
     best = int(np.abs(matrix[11]).argmax())
-    assert f"takes most from “w{best}”" in wide.text("#status")
+    assert f"receives most from “w{best}”" in wide.text("#status")
     assert "Token 11 “w11”" in wide.text("#partners-title")
     assert wide.text("#sources tbody tr td:nth-child(2)") == f"w{best}"
     taker = int(np.abs(matrix[:, 11]).argmax())
@@ -97,7 +97,7 @@ def test_methods_maps_layers_and_examples_switch(wide: Page, made: Path) -> None
     values = shaded(examples[0]["methods"][2])
     np.testing.assert_allclose(wide.opacities(".token"), expected(values), atol=0.006)
     assert "ImplicitAttentionRollout" in wide.text("#shown")
-    assert "Without that of token 16, which asks" in wide.text("#shown")
+    assert "Not colored: the query token 16," in wide.text("#shown")
     wide.click(token(16))
     wide.choose("#map", 1)
     wide.focus("#layer")
@@ -117,7 +117,7 @@ def test_methods_maps_layers_and_examples_switch(wide: Page, made: Path) -> None
 def test_pointing_at_the_picture_of_a_map(wide: Page) -> None:
     wide.hover("#overview canvas")
     assert "Token 8 " in wide.text("#status")
-    assert re.match(r"Layer \d: token 8 “w8” takes .* from token 8 “w8”", wide.text("#tip"))
+    assert re.match(r"Layer \d: token 8 “w8” receives .* from token 8 “w8”", wide.text("#tip"))
     wide.click("#overview canvas")
     wide.leave()
     assert "Token 8 “w8” (kept)" in wide.text("#status")

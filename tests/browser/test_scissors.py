@@ -144,7 +144,7 @@ def test_the_table_and_what_was_not_run(opened: Page, made: Path) -> None:
     opened.focus("#cuts tr:nth-child(5) button")
     opened.keys("Enter")
     assert opened.texts("#cuts .bars", "innerText") == before
-    assert "Not run together with" in opened.text("#cuts .why")
+    assert "There is no run without both" in opened.text("#cuts .why")
     opened.click("#cuts tr:nth-child(1) button")
     assert opened.count(".arc.cut") == 2
 
@@ -158,5 +158,5 @@ def test_the_address_opens_a_cut(page: Page, view: int, made: Path) -> None:
     check(page, LAMP, KITE)
     page.evaluate("location.hash = 'cut=1.3.13,9.9.9'")
     page.wait_for("document.querySelectorAll('.arc.cut').length === 0")
-    assert "was not run" in page.text("#cuts .why")
+    assert "has no run for" in page.text("#cuts .why")
     assert page.errors == [] and {url.partition("#")[0] for url in page.requests} == {made.as_uri()}

@@ -83,7 +83,7 @@ def test_a_method_that_says_nothing_is_pale_and_says_so(page: Page, tmp_path: Pa
     assert [method["silent"] for method in facts] == [True, False]
     page.goto(path)
     said = page.texts("#methods .largest", "innerText")
-    assert said[0].startswith("says nothing: at most +") and said[1].startswith("strongest +")
+    assert said[0].startswith("negligible: at most +") and said[1].startswith("strongest +")
     tinted = "e.style.backgroundColor !== ''"
     assert not any(page.each("#text .token", tinted))
     page.click("#methods label:nth-of-type(2)")

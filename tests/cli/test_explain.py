@@ -59,7 +59,7 @@ def test_numbers_are_those_of_the_methods(tmp_path: Path, run: Run) -> None:
     chosen = ["--method", "latimflow", *(method.__name__ for method in methods[1:])]
     arguments = [*RECALL, *texts, *chosen, "--target", "lamp", "--dtype", "float64"]
     printed = run("explain", *arguments, "--out", out)
-    assert "Explained is the logit of “lamp”, predicted after token 8." in printed
+    assert "Explained: the logit of “lamp”, predicted after token 8." in printed
     assert f"wrote {out}" in printed and read(out)["model"] == "recall-mamba"
     model, vocabulary = load_bundled()
     target = (-1, vocabulary.id_of("lamp"))
@@ -74,7 +74,7 @@ def test_numbers_are_those_of_the_methods(tmp_path: Path, run: Run) -> None:
             own = method is ImplicitAttentionRollout
             expected[-1] *= not own  # mostly the identity
             best = text.split()[np.abs(expected).argmax()]
-            left_out = f" (without the own entry of token {len(ids[0]) - 1}, " if own else ": "
+            left_out = f" (without token {len(ids[0]) - 1}'s own value, " if own else ": "
             line = next(x for x in printed.splitlines() if x.startswith(f"  {method.name}"))
             assert line.startswith(f"  {method.name}{left_out}")
             assert line.split(": ", 1)[1].startswith(f"{best} (")

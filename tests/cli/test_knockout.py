@@ -64,14 +64,16 @@ def test_the_prediction_with_and_without_an_edge(answered: Any, run: Any) -> Non
             assert answer[name] == pytest.approx(chance, abs=1e-6)
     printed = run("knockout", "recall-mamba", PROMPT, *asked, "--target", "kite")
     first, head, row, *_, last = printed.splitlines()
-    assert first == "Explained is the logit of “kite”, predicted after token 13."
-    assert head.split() == ["probability", "of", "as", "it", "is", "without"]
+    assert first == "Explained: the logit of “kite”, predicted after token 13."
+    assert head.split() == ["probability", "of", "before", "after"]
     wanted = cut(Edges(1, 3, -1), "kite")
     said = [float(number) for number in row.removeprefix("  kite").split()]
     kite = wanted.answers[0]
     assert said == pytest.approx([kite.before, kite.without], abs=1e-4)
-    lost = f"{'loses' if wanted.true > 0 else 'gains'} {abs(wanted.true):.3g}"
-    assert last.startswith(f"Its logit {lost}"[:-1]) and "the estimate was" in last
+    assert (
+        last.startswith(f"The logit changes by {-wanted.true:+.3g}"[:-1])
+        and "the estimate was" in last
+    )
 
 
 @pytest.mark.slow
@@ -123,7 +125,7 @@ def test_the_strongest_edges_each_cut_by_itself(answered: Any, run: Any) -> None
 def test_classifiers_of_sentences_and_of_images(
     bert: Path, vim: Path, tmp_path: Path, answered: Any, run: Any
 ) -> None:
-    assert "Decrease of its logit" in run("knockout", bert, "good film", "--top", "2")
+    assert "The output falls" in run("knockout", bert, "good film", "--top", "2")
     files = [tmp_path / "one.png", tmp_path / "other.png"]
     for file in files:
         file.write_bytes(png(torch.rand(24, 24, 3)))

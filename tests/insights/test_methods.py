@@ -226,7 +226,7 @@ CASES = [
     (LatimFlow, lambda: nn.LSTM(4, 2), (EMBEDDINGS,), "."),
     (LatimFlow, lambda: lambda x: x, (IDS,), "No torch.nn.Module"),
     (LatimFlow, mamba_lm, (NUMBERS,), r"float32 of shape \(1, 4\)"),
-    (LatimFlow, mamba_lm, (IDS, NUMBERS), "one input, and the model takes 2"),
+    (LatimFlow, mamba_lm, (IDS, NUMBERS), "one input, but the model has 2"),
 ]
 
 

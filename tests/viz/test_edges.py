@@ -50,7 +50,7 @@ def test_an_arc_goes_from_its_source_to_its_target_and_shows_size_and_sign() -> 
     np.testing.assert_allclose(heads, [stop for _, stop in arcs(axis)])
     (legend,) = figure.legends
     said = [text.get_text() for text in legend.get_texts()]
-    assert said == ["increases the output", "decreases it"]
+    assert said == ["increases the output", "decreases the output"]
 
 
 def test_a_row_for_each_layer() -> None:

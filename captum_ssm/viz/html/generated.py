@@ -75,11 +75,11 @@ def about_answers(model: str, method: str, contrast: str | None, identity: bool)
     """Describe the model, the method and the explained number in the line below a heading."""
     said = {
         None: "",
-        "mean": ", of each token's logit less the mean of all",
-        "all": ", of each token's log-probability",
+        "mean": ", for each token's logit minus the mean logit",
+        "all": ", for each token's log-probability",
     }
     held = said.get(contrast, f", with contrast {contrast}")
-    own = ", without that of the words that ask, mostly the identity" if identity else ""
+    own = ", without the query words' own values (mostly the identity)" if identity else ""
     return f"{model}: relevance by {method}{held}{own}"
 
 

@@ -52,10 +52,10 @@ def graph_of(
     tokens = known.layers[0].tokens
     rows = min(_ROWS, _LARGEST // tokens - 1)
     if example.is_image:
-        return told | {"obstacle": "A graph follows words; an image has none."}
+        return told | {"obstacle": "Graphs are made only for texts."}
     if rows < 1:
         most = _LARGEST // 2
-        return told | {"obstacle": f"The text has {tokens} tokens, and at most {most} are drawn."}
+        return told | {"obstacle": f"The text has {tokens} tokens; at most {most} fit a graph."}
     obstacle = ""
     for kind, places in _places(subject, known):
         try:
@@ -76,7 +76,7 @@ def graph_of(
             return told | {"obstacle": str(error)}
         else:
             fits = moves is not None and len(moves) == len(places)
-            how = "those that move most relevance between tokens" if fits else "taken evenly"
+            how = "which move most relevance between tokens" if fits else "evenly spaced"
             about = {"kind": kind, "places": len(places), "how": how}
             return told | about | _drawn(graph, known, count)
     return told | {"obstacle": obstacle}

@@ -39,14 +39,14 @@ def frame_of(result: Result) -> str:
 def page_of(result: Result, title: str | None = None) -> str:
     """Return the HTML page of a result: answers, a graph, a comparison or a decomposition."""
     if isinstance(result, SSMLLMAttributionResult):
-        return answers_page([result], title or "What an answer is due to")
+        return answers_page([result], title or "Sources of the answer")
     if isinstance(result, Graph):
         return _picture(plot_graph(result)[0], title or repr(result))
     assert isinstance(result, Comparison | Decomposition | LogitContributions)
     if isinstance(result, Comparison):
-        heading, found = "Methods side by side", _of_comparison(result)
+        heading, found = "Comparison of methods", _of_comparison(result)
     else:
-        heading, found = "What an output is made of", _of_decomposition(result)
+        heading, found = "Decomposition of the output", _of_decomposition(result)
     examples = []
     for number, facts in enumerate(found):
         count = max((len(row["values"]) for row in facts["rows"]), default=0)
@@ -91,7 +91,7 @@ def _of_decomposition(found: Decomposition | LogitContributions) -> Iterator[dic
         _place(facts, "relevance", relevance[number], found.names)
         parts = {"tokens": relevance[number].sum(), "constants": found.bias[number]}
         if isinstance(found, Decomposition):
-            parts["tokens that were not given"] = found.virtual[number]
+            parts["tokens that the model adds"] = found.virtual[number]
             if found.by_others is not None:
                 parts["further inputs"] = found.by_others[number]
             for role, values in (found.roles or {}).items():
@@ -137,9 +137,9 @@ def _place(
         return
     found = _short(values)
     own = max(range(len(found)), key=lambda i: abs(found[i])) if identity and found else None
-    note = "" if own is None else "The asking token's own entry holds the identity."
+    note = "" if own is None else "The query token's value includes the identity matrix."
     if is_negligible(found, own):
-        note += " It says nothing of the others." if identity else "It says nothing."
+        note += " All other values are negligible." if identity else "All values are zero."
     facts["rows"].append({"name": name, "values": found, "note": note, "scale": _largest(found)})
 
 

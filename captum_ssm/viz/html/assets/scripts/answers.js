@@ -1,13 +1,13 @@
 'use strict';
 
-/* What the model says: predictions to choose among, and the tokens that add most to one. */
+/* Predictions to choose among, and the most relevant tokens for one. */
 
-/** So many tokens are named. */
+/** The number of listed tokens. */
 const STRONGEST = 10;
-/** And so many sentences of a long text. */
+/** The number of listed sentences of a long text. */
 const SENTENCES = 3;
 
-/** A choice of one, as a chip. */
+/** Make a chip with a radio button. */
 function chip(name, value, checked, disabled, ...content) {
   const radio = make('input', { type: 'radio', name, value, checked, disabled });
   return make('label', { className: 'chip' }, radio, ...content);
@@ -15,7 +15,7 @@ function chip(name, value, checked, disabled, ...content) {
 
 const named = (label) => make('bdi', { className: 'name' }, label);
 
-/** The predictions, to choose what is explained, and rather than what. */
+/** Show chips for the explained prediction and its contrast. */
 function showChips({ predictions }, answer, against, switchable) {
   const [targets, rivals] = [byId('targets'), byId('rivals')];
   const legends = [targets, rivals].map((field) => field.querySelector('legend'));
@@ -29,31 +29,31 @@ function showChips({ predictions }, answer, against, switchable) {
     return [made];
   });
   targets.replaceChildren(legends[0], ...chips);
-  // those of the text first: they are what a question is about
+  // tokens of the text first: a question is often about one of them
   const order = predictions.map((_, index) => index).sort((a, b) => predictions[b].rival - predictions[a].rival);
   const others = order.filter((index) => index !== answer)
     .map((index) => chip('rival', index, index === against, false, named(predictions[index].label)));
   rivals.replaceChildren(legends[1], chip('rival', '', against === null, false, 'nothing'), ...others);
 }
 
-/** What is explained, in words. */
+/** Describe the explained output. */
 function explainedBy({ explained, predictions, asked }, answer, against) {
   if (answer === asked && against === null) return explained;
-  const rival = against === null ? '' : ` rather than “${predictions[against].label}”`;
+  const rival = against === null ? '' : ` minus the logit of “${predictions[against].label}”`;
   const [where] = explained.match(/, predicted after token \d+$/) ?? [''];
   return `the logit of “${predictions[answer].label}”${rival}${where}`;
 }
 
-/** The difference of two lists of numbers. */
+/** Subtract two lists of numbers. */
 function lessOf(values, others) {
   return values.map((value, index) => (value === null ? null : value - others[index]));
 }
 
-/** What a method says of an answer, or of one rather than another; of what it was asked if not. */
+/** Return a method's relevance for an answer, for a difference of two, or for the original one. */
 function saidBy(method, asked, answer, against) {
   const plain = answer === asked && against === null;
   const [one, other] = [method.answers[answer], method.answers[against]];
-  const sum = plain ? method.sum : null; // it is of what the page was made for
+  const sum = plain ? method.sum : null; // the sum is of the original prediction
   if (!one) return { ...method, sum, astray: !plain };
   if (against === null) return { ...method, ...one, sum, ...(plain ? { values: method.values } : { pixels: null }), streams: [one.streams] };
   const names = new Set([...Object.keys(one.roles), ...Object.keys(other.roles)]);
@@ -62,7 +62,7 @@ function saidBy(method, asked, answer, against) {
   return {
     ...method,
     sum,
-    pixels: null, // the page has those of what it was made for alone
+    pixels: null, // the page has pixels only for the original prediction
     values: lessOf(one.values, other.values),
     roles: Object.fromEntries([...names].map((name) => [name, role(name)])),
     output: one.output - other.output,
@@ -72,14 +72,14 @@ function saidBy(method, asked, answer, against) {
   };
 }
 
-/** Numbers with as many digits behind the point as the largest of them has use for. */
+/** Write numbers with the decimals that suit the largest one. */
 function alike(values) {
   const largest = largestOf(values);
   const digits = largest ? Math.max(0, Math.min(8, 2 - Math.floor(Math.log10(largest)))) : 0;
   return values.map((value) => value.toFixed(digits).replace(/^-(?=.*[1-9])/, '−').replace(/^-/, ''));
 }
 
-/** Tokens' names and values by word: each at its first token, and null at those that go on with it. */
+/** Sum names and values by word at each word's first token; later tokens get null. */
 function wholeWords({ tokens, shards }, values) {
   const [names, sums] = [[...tokens], [...values]];
   for (const index of [...shards].reverse()) {
@@ -90,19 +90,19 @@ function wholeWords({ tokens, shards }, values) {
   return { names, sums };
 }
 
-/** The constants beside the tokens, by name: what a rule compares with stands apart from biases. */
+/** Return constants by name: references of the rule, and biases. */
 function constantsOf({ bias, references }) {
   return references ? [['references', references], ['biases', bias - references]] : [['biases', bias]];
 }
 
-/** What relevance adds up to, in words. */
+/** Write the sum of relevance as an equation. */
 function equation(view, shades, what) {
   if (view.whole) {
     const [part, all] = alike([sumOf(shades), sumOf(view.whole.values)]);
-    return `as ${view.name} ${part}, of ${all} in all`;
+    return `${view.name} ${part}, of ${all} in total`;
   }
   const tokens = sumOf(shades);
-  if (view.output === undefined) return `Its numbers sum to ${alike([tokens])[0]}.`;
+  if (view.output === undefined) return `Relevance sums to ${alike([tokens])[0]}.`;
   const parts = [['tokens', tokens], ...constantsOf(view)];
   const rest = view.output - view.bias - tokens;
   // such as tokens that the model puts in front of the text
@@ -111,7 +111,7 @@ function equation(view, shades, what) {
   return `${parts.map(([name], i) => `${name} ${numbers[i]}`).join(' + ')} = ${what} ${numbers[parts.length]}`;
 }
 
-/** The strongest tokens as bars, and what they add up to with all else. */
+/** Show the strongest tokens as bars, and the total. */
 function showStrongest(section, example, view, shades, what, astray) {
   const { names: tokens, sums: values } = wholeWords(example, shades);
   const best = strongest(values, STRONGEST);
@@ -146,7 +146,7 @@ function showStrongest(section, example, view, shades, what, astray) {
   byId('sum').textContent = equation(view, shades, what) + astray;
 }
 
-/** Of a long text the sentences whose tokens add most, each at its strongest token. */
+/** Show the most relevant sentences of a long text. */
 function showSentences(list, { tokens, joined, sentences }, shades) {
   list.hidden = tokens.length <= LONG || sentences.length < 2;
   if (list.hidden) return;

@@ -33,7 +33,7 @@ function make(tag, properties = {}, ...children) {
   return element;
 }
 
-/** Whether a method's relevance adds up, in a sentence, if the method promises a sum. */
+/** Write a sentence on the sum of a method's relevance, if its sum is known. */
 function sumToldOf({ sum }) {
   return sum ? [make('span', { className: sum.adds_up ? 'sum' : 'sum off' }, sum.told)] : [];
 }

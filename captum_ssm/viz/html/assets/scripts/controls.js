@@ -1,8 +1,8 @@
 'use strict';
 
-/* The choices: method, arguments, filter. */
+/* Choices of methods, their arguments, and the filter. */
 
-/** More classes than this are not suggested at a time: a vocabulary is one, too. */
+/** The most suggested classes at a time; a vocabulary may have many. */
 const SUGGESTED = 100;
 
 /** Offer the texts that hold what is typed. */
@@ -30,7 +30,7 @@ class MethodChoice {
     this.list.addEventListener('change', () => this.#showArguments());
     this.arguments = make('div', { className: 'arguments' });
     this.help = make('p', { className: 'note' });
-    const caption = number ? 'Beside it' : 'Attribution method';
+    const caption = number ? 'Compare with' : 'Attribution method';
     this.element = make('div', { className: 'choice' }, make('label', {}, `${caption} `, this.list), this.arguments);
     if (remove) {
       const button = make('button', { type: 'button', className: 'remove' }, 'Remove');
@@ -70,7 +70,7 @@ class MethodChoice {
     const values = { ...this.values[this.shown] };
     for (const [name, read] of Object.entries(this.fields)) {
       values[name] = read();
-      if (values[name] === undefined) delete values[name]; // its default holds
+      if (values[name] === undefined) delete values[name]; // use the default
     }
     this.values[this.shown] = values;
   }
@@ -143,14 +143,14 @@ class Controls {
       });
     }
     byId('unfit').hidden = reasons.children.length === 0;
-    byId('unfit').querySelector('summary').textContent = 'Methods that do not fit, and why';
+    byId('unfit').querySelector('summary').textContent = 'Unavailable methods, with reasons';
   }
 
   #addClass() {
     const name = byId('class').value;
     if (name === '') return;
     if (!this.config.classes.includes(name)) {
-      byId('class').setCustomValidity('There is no such class.');
+      byId('class').setCustomValidity('No class has this name.');
       return;
     }
     if (!this.classes.includes(name)) this.classes.push(name);
@@ -196,7 +196,7 @@ const KINDS = {
     return [field, () => kind.limit[field.selectedIndex]];
   },
   contrast(kind, value, { classes }) {
-    const field = make('input', { type: 'text', value: value ?? '', placeholder: 'nothing', autocomplete: 'off' });
+    const field = make('input', { type: 'text', value: value ?? '', placeholder: 'none', autocomplete: 'off' });
     field.setAttribute('list', 'known-contrasts');
     const words = kind.limit.filter((word) => word !== null);
     const offer = () => {

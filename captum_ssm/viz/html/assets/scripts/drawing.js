@@ -60,9 +60,9 @@ function picture(png, alt) {
   return made;
 }
 
-/** What lies over an image: its relevance, or the picture that a feature of one's own made. */
+/** Make an image's overlay: relevance, or the picture of a custom feature. */
 function overlay({ name, modified }, rasters) {
-  const says = `${name}: the relevance of its parts`;
+  const says = `${name}: relevance`;
   if (!Object.keys(rasters).length) {
     const made = picture(modified, says);
     made.classList.add('over');
@@ -77,7 +77,7 @@ function overlay({ name, modified }, rasters) {
   return canvas;
 }
 
-/** The words of a text, and how they stand in it; apart, where they are but listed. */
+/** Return a text's words and layout; a list of words has no layout. */
 function laidOut({ base }) {
   return Array.isArray(base) ? { labels: base, joined: [], breaks: [], marks: [] } : base;
 }
@@ -101,7 +101,7 @@ function wordsOf(feature, percents, says) {
   const spaced = words.flatMap((word, i) => [word, behind[i]]);
   const paragraph = make('p', { className: 'flow', tabIndex: 0 }, ...spaced);
   paragraph.setAttribute('role', 'group');
-  paragraph.setAttribute('aria-label', `${says}: arrow keys go from word to word`);
+  paragraph.setAttribute('aria-label', `${says}: use the arrow keys to go from word to word`);
   if (RIGHT_TO_LEFT.test(labels.join(' '))) paragraph.dir = 'auto';
   return paragraph;
 }
@@ -148,7 +148,7 @@ function drawRoles({ roles, feature_outputs: [text] }) {
   const names = Object.keys(roles);
   if (!names.length) return [];
   const flows = names.map((role) => make('div', { className: 'role' }, make('h5', {}, role), wordsOf(text, roles[role], role)));
-  return [make('details', {}, make('summary', {}, 'By role, on one scale'), ...flows)];
+  return [make('details', {}, make('summary', {}, 'Relevance by role, same scale'), ...flows)];
 }
 
 function shares(features) {
@@ -163,7 +163,7 @@ function classButtons(output, { explain, known }) {
   const actual = output.actual;
   if (actual && !offered.some((score) => score.index === actual.index)) offered.push(actual);
   const buttons = offered.map((score, i) => {
-    const label = i < output.predicted.length ? number(score.score) : 'the label';
+    const label = i < output.predicted.length ? number(score.score) : 'label';
     const made = make('button', { type: 'button' }, `${readable(score.label)} (${label})`);
     made.dataset.index = score.index;
     made.setAttribute('aria-pressed', String(score.index === output.active_index));
@@ -173,13 +173,13 @@ function classButtons(output, { explain, known }) {
   });
   const group = make('div', { className: 'predicted' }, ...buttons);
   group.setAttribute('role', 'group');
-  group.setAttribute('aria-label', 'Explain the class');
+  group.setAttribute('aria-label', 'Choose the class to explain');
   return group;
 }
 
 function verdict(output) {
   const best = output.predicted[0];
-  if (!output.actual) return ', no label was given';
+  if (!output.actual) return ', no label';
   if (!best) return '';
   return best.index === output.actual.index ? ', correct' : ', incorrect';
 }
@@ -191,19 +191,19 @@ function choice(caption, labels, chosen) {
   return [make('label', {}, caption, list), () => Number(list.value)];
 }
 
-/** What the model predicts without messages, and what cutting them did. */
+/** Show the predictions without the cut messages. */
 function drawCut({ answers, before: whole, without: rest, estimated, error }) {
   if (error !== undefined) return [make('p', { className: 'error' }, readable(error))];
-  const head = make('thead', {}, make('tr', {}, ...['Probability', 'as it is', 'without'].map((name) => make('th', { scope: 'col' }, name)), make('td')));
+  const head = make('thead', {}, make('tr', {}, ...['Probability', 'before', 'after'].map((name) => make('th', { scope: 'col' }, name)), make('td')));
   const body = answers.map(({ label, before, without }) => make('tr', {},
     make('th', { scope: 'row', dir: 'auto' }, readable(label)),
     ...[before, without].map((chance) => make('td', { className: 'number' }, number(chance))),
     make('td', { className: 'scale' }, bar(without, 0, 1))));
-  const said = `The score of the class explained goes from ${number(whole)} to ${number(rest)}: by ${short(rest - whole)}, estimated ${short(-estimated)}.`;
+  const said = `The score of the explained class changes from ${number(whole)} to ${number(rest)}, by ${short(rest - whole)} (estimate ${short(-estimated)}).`;
   return [make('p', {}, said), ...(answers.length ? [make('table', {}, head, make('tbody', {}, ...body))] : [])];
 }
 
-/** Messages to cut and heal: the strongest, and any other by its ends and its layer. */
+/** Let the user cut the strongest messages, and any other by its ends and layer. */
 function drawCutting(words, layers, { messages, cut }) {
   const last = words.length - 1;
   const [from, source] = choice('From', words, 0);
@@ -211,7 +211,7 @@ function drawCutting(words, layers, { messages, cut }) {
   const [layer, index] = choice('Layer', layers, layers.length - 1);
   const list = make('div', { className: 'predicted' });
   list.setAttribute('role', 'group');
-  list.setAttribute('aria-label', 'Messages: a press cuts one, another heals it');
+  list.setAttribute('aria-label', 'Messages: press one to cut it, and again to restore it');
   const result = make('div', { className: 'result' });
   const known = new Map(); // by what a message is called, its button
   const run = async () => {
@@ -253,10 +253,10 @@ function drawCutting(words, layers, { messages, cut }) {
   return made;
 }
 
-/** The way from the words to the class that is explained, drawn when it is first opened. */
+/** Draw the attribution graph of the explained class when it is first opened. */
 function drawWay(words, label, follow) {
   const holder = make('div', { className: 'graph' });
-  const made = make('details', { className: 'way' }, make('summary', {}, 'How it got there'), holder);
+  const made = make('details', { className: 'way' }, make('summary', {}, 'Attribution graph'), holder);
   made.addEventListener('toggle', async () => {
     if (!made.open || holder.hasChildNodes()) return;
     const found = await follow();
@@ -273,7 +273,7 @@ function drawWay(words, label, follow) {
   return made;
 }
 
-/** What a method says of an example, or why it does not. */
+/** Show a method's explanation of an example, or the error. */
 function drawMethod(output) {
   const title = output.method ? [make('p', { className: 'by note' }, readable(output.method))] : [];
   if (output.error !== undefined) {
@@ -284,12 +284,12 @@ function drawMethod(output) {
   return make('div', {}, ...title, ...sumToldOf(output), ...shares(output.feature_outputs), ...features, ...drawRoles(output));
 }
 
-/** What a model says of an example, by each method; `answers` explains classes and cuts. */
+/** Show a model's prediction and each method's explanation; `answers` explains classes and cuts. */
 function drawModel(outputs, title, layers, answers) {
   const made = make('section', {});
   const told = outputs.find((output) => output.error === undefined);
   made.append(make('h3', {}, told ? title + verdict(told) : title));
-  if (!outputs.length) made.append(make('p', {}, 'Does not pass the filter.'));
+  if (!outputs.length) made.append(make('p', {}, 'This example does not pass the filter.'));
   if (told) made.append(classButtons(told, answers));
   made.append(make('div', { className: 'methods' }, ...outputs.map(drawMethod)));
   if (told && layers.length) {
@@ -307,7 +307,7 @@ function drawModel(outputs, title, layers, answers) {
   return made;
 }
 
-/** An example, with a section for each model; `page` answers what is asked of it. */
+/** Show an example with a section for each model; `page` sends requests. */
 function drawExample(example, models, page) {
   const labelled = example.models.find((output) => output.actual);
   const label = labelled ? `: ${readable(labelled.actual.label)}` : '';

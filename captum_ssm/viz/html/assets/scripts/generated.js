@@ -1,6 +1,6 @@
 'use strict';
 
-/* Answers, and what their words and sentences are due to; generated.py says how rows lie. */
+/* Answers, and the sources of their words and sentences; generated.py packs the rows. */
 
 /** Values of a row are whole numbers of this share of its largest. */
 const ROW_STEPS = 32767;
@@ -9,13 +9,13 @@ const LISTED = { prompt: 6, answer: 3 };
 /** How many of them are named in a sentence. */
 const NAMED = 3;
 
-/** What is chosen: an example, what is looked at, {side, index} or null for the whole answer, and
- * whether it is kept. */
+/** The chosen example and word ({side, index}, or null for the whole answer), and whether the word
+ * is kept. */
 const chosen = { example: 0, at: null, kept: false, stretch: 'words', shades: 'words', hops: 0 };
 let panes = {};
 let answer = null;
 
-/** What each word of an answer is due to, after each number of hops. */
+/** The relevance for each word of an answer, after each number of hops. */
 class Answer {
   constructor({ prompt, answer, blocks, constants }) {
     this.features = prompt.labels.length;
@@ -34,7 +34,7 @@ class Answer {
     return this.read[hops];
   }
 
-  /** What words of the answer are together due to: the prompt's words, and the answer's. */
+  /** Sum the relevance for some words of the answer: of the prompt's words, and of the answer's. */
   due(words, hops) {
     const { largest, steps } = this.rows(hops);
     const length = this.features + this.words;
@@ -46,7 +46,7 @@ class Answer {
     return { prompt: sum.subarray(0, this.features), answer: sum.subarray(this.features) };
   }
 
-  /** What words add to each word of the answer. */
+  /** Return the relevance of some words for each word of the answer. */
   given(side, words, hops) {
     const { largest, steps } = this.rows(hops);
     const length = this.features + this.words;
@@ -56,18 +56,18 @@ class Answer {
     );
   }
 
-  /** What constants add to words of the answer. */
+  /** Sum the constants of some words of the answer. */
   fixed(words, hops) {
     return this.constants && words.reduce((sum, word) => sum + this.constants[hops][word], 0);
   }
 }
 
-/** The words that are looked at: one, or with its sentence. */
+/** Return the chosen word, or its sentence. */
 function lookedAt({ side, index }) {
   return chosen.stretch === 'sentences' && panes[side].hasSentences ? panes[side].sentenceOf(index) : [index];
 }
 
-/** Of each word the sum over its sentence, if sentences are colored. */
+/** Replace each value by its sentence's sum, if sentences are colored. */
 function bySentence(pane, values) {
   if (chosen.shades !== 'sentences' || !pane.hasSentences) return values;
   const sums = [];
@@ -93,14 +93,14 @@ function act(kind, side, index) {
   show();
 }
 
-/** Let go of what is kept, or if nothing is, of what is looked at. */
+/** Release the kept word, or clear the choice if no word is kept. */
 function letGo() {
   if (!chosen.kept) chosen.at = null;
   chosen.kept = false;
   show();
 }
 
-/** Colours, list and sentence of what is looked at. */
+/** Show colors, list and sentence for the choice. */
 function show() {
   const { at, hops } = chosen;
   const back = at && at.side === 'prompt';
@@ -117,17 +117,17 @@ function show() {
   }
   byId('most').textContent = short(largest);
   byId('least').textContent = short(-largest);
-  byId('strongest-title').textContent = back ? 'Gives most to' : 'Comes most from';
+  byId('strongest-title').textContent = back ? 'Adds most to' : 'Depends most on';
   const best = listed(shades, largest);
   byId('status').replaceChildren(...sentence(at, words, best, back));
   byId('shown').textContent = back
-    ? 'Background of the answer: what the chosen part of the prompt adds to it.'
-    : 'Background: what the chosen part of the answer comes from.';
+    ? 'Background of the answer: how much the chosen part of the prompt adds to it.'
+    : 'Background: relevance for the chosen part of the answer.';
   sayOneSum(values, words, back);
   showNumbers(values);
 }
 
-/** List the strongest words, or sentences; returns what they read. */
+/** List the strongest words or sentences; return them. */
 function listed(shades, largest) {
   const found = [];
   for (const side of ['prompt', 'answer']) {
@@ -142,7 +142,7 @@ function listed(shades, largest) {
       found.push({ side, index: whole ? pane.sentenceOf(index)[0] : index, text, value: shades[side][index] });
     }
   }
-  // the prompt first: that is what is asked for
+  // the prompt first: users ask for it
   const best = ['prompt', 'answer'].flatMap((side) => found.filter((each) => each.side === side).slice(0, LISTED[side]));
   byId('strongest').replaceChildren(
     ...best.map(({ side, index, text, value }) => {
@@ -159,7 +159,7 @@ function listed(shades, largest) {
   return best;
 }
 
-/** What is looked at, in words. */
+/** Describe the choice. */
 function sentence(at, words, best, back) {
   const said = [];
   const say = (text) => said.push(document.createTextNode(text));
@@ -171,7 +171,7 @@ function sentence(at, words, best, back) {
   if (at) quote(panes[at.side].read(words));
   else say('The whole answer');
   say(chosen.kept ? ' (kept)' : '');
-  say(back ? ' gives most to ' : ' comes most from ');
+  say(back ? ' adds most to ' : ' depends most on ');
   best.slice(0, NAMED).forEach(({ text, value }, n) => {
     if (n) say(', ');
     quote(text);
@@ -182,7 +182,7 @@ function sentence(at, words, best, back) {
   return said;
 }
 
-/** What the word under the mouse adds to what is kept, in words. */
+/** Describe how much one word adds to another. */
 function sayPair(side, index) {
   const { at, hops } = chosen;
   const [from, to] = at.side === 'answer' ? [{ side, index }, at] : [at, { side, index }];
@@ -194,19 +194,19 @@ function sayPair(side, index) {
   byId('status').replaceChildren('“', quote(from, words), '” adds ', short(value), ' to “', quote(to, lookedAt(to)), '”.');
 }
 
-/** What relevance adds up to. */
+/** Show the sum of relevance. */
 function sayOneSum(values, words, back) {
   const add = (x) => x.reduce((sum, value) => sum + value, 0);
   const fixed = answer.fixed(words, chosen.hops);
   if (back || fixed === null) {
-    byId('sum').textContent = back ? `To the whole answer ${short(add(values.answer))}.` : '';
+    byId('sum').textContent = back ? `Sum over the whole answer: ${short(add(values.answer))}.` : '';
     return;
   }
   const parts = [add(values.prompt), add(values.answer), fixed];
   byId('sum').textContent = `Prompt ${short(parts[0])}, earlier words of the answer ${short(parts[1])}, constants ${short(parts[2])}: together ${short(add(parts))}.`;
 }
 
-/** All numbers of what is looked at. */
+/** Show all numbers of the choice. */
 function showNumbers(values) {
   const holder = byId('numbers-table');
   if (!byId('numbers').open) {
@@ -223,7 +223,7 @@ function showNumbers(values) {
   holder.replaceChildren(table);
 }
 
-/** How often relevance went on, in words. */
+/** Show how often relevance was passed on. */
 function sayHops() {
   byId('hops-said').textContent = ['not at all', 'once'][chosen.hops] || `${chosen.hops} times`;
 }

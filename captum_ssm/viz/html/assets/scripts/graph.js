@@ -1,6 +1,6 @@
 'use strict';
 
-/* The graph of an explained output: words below, a row for each layer, what is explained on top. */
+/* The attribution graph: tokens below, a row for each layer, the explained output on top. */
 
 /** Pixels between few rows, and between more than so many. */
 const ROWS = [64, 44];
@@ -9,20 +9,20 @@ const MANY = 6;
 const MARGIN = 18;
 const TURNED = 17;
 const GAP = 9;
-/** Words in a row take no more room than this; turned, no more than so many are shown. */
+/** The widest row of words, and the most words that are shown if they are rotated. */
 const LINE = 880;
 const WORDS = 40;
-/** Radii of the weakest and the strongest dot, and of what is hit; widths of lines. */
+/** Radii of the weakest and strongest dot, and of the area to click; widths of lines. */
 const RADII = [2.5, 8];
 const HIT = 11;
 const WIDTHS = [0.75, 7];
 /** Characters of a label. */
 const LABEL = 16;
-/** A picture that is too wide is made smaller down to this share, and then scrolls. */
+/** A wide picture shrinks down to this share, and then scrolls. */
 const LEAST = 0.8;
-/** And one that is too narrow is stretched up to this. */
+/** A narrow picture is stretched up to this factor. */
 const MOST_SPREAD = 2.2;
-/** To begin with, so many lines are shown; and of a dot's parts so many have a row. */
+/** The number of lines at first, and of a dot's parts in the table. */
 const LINES = 60;
 const PARTS = 8;
 
@@ -47,7 +47,7 @@ function ruler(element) {
   return (text) => context.measureText(text).width;
 }
 
-/** Where words stand: all in a row, or turned, those that have nodes and their neighbours. */
+/** Place the words in a row; rotate them if there are many, and keep those near nodes. */
 function columnsOf(tokens, columns, wide) {
   const names = tokens.map(cutLabel);
   const widths = names.map((name) => Math.max(24, wide(name) + 12));
@@ -77,14 +77,14 @@ function columnsOf(tokens, columns, wide) {
   return { middles, words, turned, width: end };
 }
 
-/** What is drawn, in words. */
+/** Describe the graph. */
 function graphNote({ rows, kind, places, how }) {
-  const what = kind === 'blocks' ? 'a block of the model handed on' : 'a mixer returned';
-  const some = rows.length < places ? ` Of ${places} ${kind}, ${rows.length} are rows, ${how}; the way runs through the others too.` : '';
-  return `A dot is a word, or all that ${what} at that word; a line is the relevance that it passes on: purple adds to what is explained, brown subtracts, and wider lines pass on more. Those that add most are followed down to what they are made of; hollow ones are not.${some} Choose a dot to see its parts alone; the arrow keys go from dot to dot.`;
+  const what = kind === 'blocks' ? 'block' : 'mixer';
+  const some = rows.length < places ? ` The rows are ${rows.length} of ${places} ${kind}, ${how}. Relevance also passes through the others.` : '';
+  return `Each dot is an input token, or the output of a ${what} at a token. Each line shows how much one dot adds to the next: purple adds, brown subtracts, and wider lines add more. The strongest dots are split into parts; hollow dots are not.${some} Click a dot to see only its parts. Use the arrow keys to go from dot to dot.`;
 }
 
-/** The graph of an example: a picture, and a table of the parts of what is chosen in it. */
+/** The graph of an example: a picture, and a table of the chosen dot's parts. */
 class Flow {
   constructor(holder, example) {
     this.holder = holder;
@@ -112,11 +112,11 @@ class Flow {
     return this.holder.querySelector(name);
   }
 
-  /** A place of the graph in words. */
+  /** Name a node of the graph. */
   placeOf({ kind, row, position }) {
     const at = position === null ? '' : `token ${position} “${this.example.tokens[position]}”`;
     if (kind === 'token') return at;
-    return kind === 'target' ? 'what is explained' : `${this.rows[row - 1]} at ${at}`;
+    return kind === 'target' ? 'the explained output' : `${this.rows[row - 1]} at ${at}`;
   }
 
   /** The lines that lead into a dot, the strongest first. */
@@ -132,7 +132,7 @@ class Flow {
     const wide = ruler(this.holder);
     const column = ({ position }) => (position === null ? tokens.length - 1 : position);
     const { middles, words, turned, width } = columnsOf(tokens, nodes.map(column), wide);
-    const names = ['words', ...rows.map((module) => cutLabel(rowName(module))), 'explained'];
+    const names = ['tokens', ...rows.map((module) => cutLabel(rowName(module))), 'output'];
     const left = Math.max(...names.map(wide)) + MARGIN;
     const room = (this.part('.picture').clientWidth - left - 2 * MARGIN) / width;
     const spread = turned ? 1 : Math.max(1, Math.min(MOST_SPREAD, room));
@@ -159,7 +159,7 @@ class Flow {
       return draw('text', { x: at, y, ...looks }, text);
     });
     const sides = names.map((text, row) => draw('text', { x: 0, y: up(row), dy: '0.35em', class: 'row' }, text));
-    const label = `What adds to what on the way to ${example.explained}: ${nodes.length} dots, ${this.links.length} lines. Arrow keys move, Enter shows what a dot is made of, Escape shows all`;
+    const label = `Attribution graph of ${example.explained}: ${nodes.length} dots, ${this.links.length} lines. Use the arrow keys to move, Enter to see the parts of a dot, Escape to show all`;
     const looks = { role: 'group', 'aria-label': label, viewBox: `0 0 ${size.width} ${size.height}`, ...size };
     const made = draw('svg', looks, ...weakest.map((i) => this.lines[i]), ...this.dots, ...sides, ...labels, ...this.along);
     made.style.minWidth = `${LEAST * size.width}px`;
@@ -167,7 +167,7 @@ class Flow {
     this.reach(this.target);
   }
 
-  /** Hear what is done to the dots. */
+  /** Listen to pointer and keys on the dots. */
   listen(frame, made) {
     const around = make('div', {}, made); // a picture that listens itself could have the focus
     const at = (event) => this.dots.indexOf(event.target.closest('.dot'));
@@ -210,14 +210,14 @@ class Flow {
     return draw('g', looks, hit, draw('circle', { cx: x, cy: y, r: radius, class: kind === 'error' ? 'hollow' : 'full' }));
   }
 
-  /** A dot and its number, in words. */
+  /** Describe a dot and its number. */
   numberOf(index) {
     const { kind, value } = this.nodes[index];
     if (kind === 'target') return `${this.said[index]}: ${short(value)}`;
-    return `${this.said[index]} adds ${short(value)} to what ${kind === 'whole' ? 'is explained' : 'is followed'}`;
+    return `${this.said[index]} adds ${short(value)} to ${kind === 'whole' ? 'the explained output' : 'the dots above'}`;
   }
 
-  /** What a key does on a dot; whether it did anything. */
+  /** Handle a key on a dot; return true if the key has an effect. */
   press(key, index) {
     if (index < 0) return false;
     if (key === 'Enter' || key === ' ') this.choose(index === this.chosen ? null : index);
@@ -253,17 +253,17 @@ class Flow {
     this.dots[index].focus();
   }
 
-  /** Show what one dot is made of, alone; null for all. */
+  /** Show only the parts of one dot; null for all dots. */
   choose(index) {
     this.chosen = index;
     this.show();
   }
 
-  /** What is drawn by the choice of a dot and the least that is shown, and its parts in numbers. */
+  /** Draw the graph for the chosen dot and the smallest shown line. */
   show() {
     const { chosen } = this;
     const least = this.largest * (this.part('input').value / 100) ** 2;
-    this.part('output').textContent = `${short(least).replace('+', '')} (${percent(least / (Math.abs(this.nodes[this.target].value) || 1))} of what is explained)`;
+    this.part('output').textContent = `${short(least).replace('+', '')} (${percent(least / (Math.abs(this.nodes[this.target].value) || 1))} of the output)`;
     const ends = new Set([this.target, chosen]);
     const parts = new Set([chosen]);
     this.links.forEach(({ source, target, weight }, i) => {
@@ -283,18 +283,18 @@ class Flow {
     this.showParts(chosen ?? this.target);
   }
 
-  /** A table of what a dot is made of, which adds up to it. */
+  /** Show the table of a dot's parts, which sum to the dot. */
   showParts(index) {
     const { kind, value, constants } = this.nodes[index];
     const table = this.part('.parts');
-    table.caption.textContent = `${this.said[index]}, ${short(value)}, is made of`;
+    table.caption.textContent = `Parts of ${this.said[index]} (${short(value)})`;
     const links = this.into(index);
     const rows = links.slice(0, PARTS).map(({ source, weight }) => [this.sourceOf(source), weight]);
     if (kind === 'whole' || kind === 'target') {
       const rest = value - constants - sumOf(links.slice(0, PARTS).map(({ weight }) => weight));
       if (links.length > PARTS || Math.abs(rest) > 1e-4 * Math.abs(value)) rows.push(['All others', rest]);
-      rows.push(['Biases', constants], ['Together', value]);
-    } else rows.push([kind === 'token' ? 'A word has no parts.' : 'It was not followed.', null]);
+      rows.push(['Biases', constants], ['Sum', value]);
+    } else rows.push([kind === 'token' ? 'An input token has no parts.' : 'This dot was not split.', null]);
     table.tBodies[0].replaceChildren(
       ...rows.map(([name, number]) =>
         make('tr', {}, make('td', {}, name), make('td', { className: 'number' }, number === null ? '' : short(number))),
@@ -302,7 +302,7 @@ class Flow {
     );
   }
 
-  /** A button that goes on to a part, or its name where it has no parts of its own. */
+  /** Make a button for a part, or only its name if it has no parts. */
   sourceOf(index) {
     const name = make('bdi', {}, this.said[index]);
     if (this.nodes[index].kind !== 'whole') return name;
@@ -321,18 +321,18 @@ function headOf(...columns) {
   return make('thead', {}, make('tr', {}, ...cells));
 }
 
-/** What holds a graph: a slider, the picture, the parts of what is chosen, and the strongest path. */
+/** Make the graph's slider, picture and tables. */
 function graphHolders() {
   const slider = make('input', { type: 'range', min: 0, max: 100 });
-  const whole = make('button', { type: 'button', className: 'whole', hidden: true }, 'Show all again');
+  const whole = make('button', { type: 'button', className: 'whole', hidden: true }, 'Show all');
   const parts = make('table', { className: 'parts' }, make('caption'), make('tbody'));
-  const head = headOf(['What', {}], ['At token', { colSpan: 2 }], ['Adds to the next', { className: 'number' }]);
-  const caption = make('caption', {}, 'The strongest path to what is explained');
+  const head = headOf(['Node', {}], ['At token', { colSpan: 2 }], ['Adds to the next', { className: 'number' }]);
+  const caption = make('caption', {}, 'The strongest path to the explained output');
   const path = make('div', { className: 'path', tabIndex: 0 }, make('table', { className: 'strongest' }, caption, head, make('tbody')));
   path.setAttribute('role', 'group');
   path.setAttribute('aria-label', 'The strongest path');
   return [
-    make('p', { className: 'smallest' }, make('label', {}, 'Show parts of at least ', slider), make('output'), whole),
+    make('p', { className: 'smallest' }, make('label', {}, 'Show lines of at least ', slider), make('output'), whole),
     make('div', { className: 'pair' }, make('div', { className: 'picture' }), parts),
     make('p', { className: 'note' }),
     path,
@@ -354,7 +354,7 @@ function showGraph(holder, example) {
     table.tBodies[0],
     path.map(({ node, adds }) => {
       const { row, position } = nodes[node];
-      return [row ? rows[row - 1] : 'the word itself', { number: position }, tokens[position], adds];
+      return [row ? rows[row - 1] : 'input token', { number: position }, tokens[position], adds];
     }),
   );
 }

@@ -1,16 +1,16 @@
 'use strict';
 
-/* Relevance laid over images: of patches, of those that matter in outline, or of pixels. */
+/* Relevance over images: patches, outlines of strong patches, or pixels. */
 
-/** How it may be laid, what that is called, and what is said of it. */
+/** Forms of relevance over an image: names and notes. */
 const MANNERS = {
   patches: ['patches', ''],
-  outlines: ['outlines', 'Inside the lines: as few patches as hold half of the relevance.'],
-  pixels: ['pixels', 'A few pixels are stronger than the scale shows.'],
+  outlines: ['outlines', 'The lines enclose the strongest patches, with half of the relevance.'],
+  pixels: ['pixels', 'The color scale ends below the strongest few pixels.'],
 };
 /** The share of all relevance that lies inside outlines. */
 const INSIDE = 0.5;
-/** Steps of a raster from no relevance to the end of its scale, and what stands for no number. */
+/** Steps from zero to the end of a raster's scale, and the code for no number. */
 const RASTER_STEPS = 127;
 const NO_STEP = -128;
 /** The width of a line around patches, in pixels of the screen. */
@@ -91,10 +91,7 @@ function paintOutlines(canvas, cells) {
   }
 }
 
-/** Choices of how relevance lies over the images of a page.
- *
- * `changed` is called when another manner is chosen.
- */
+/** The choice of a form of relevance over images; `changed` is called after each choice. */
 class OverImages {
   constructor(holder, changed) {
     const { style, dataset } = document.documentElement;
@@ -116,7 +113,7 @@ class OverImages {
     dataset.manner = this.manner = list.value;
   }
 
-  /** Lay relevance over an image: its pixels, a raster, where they are wanted and there; else cells. */
+  /** Paint relevance over an image: pixels if chosen and known, else patches. */
   paint(canvas, patches, pixels) {
     const cells = this.manner === 'pixels' && pixels ? cellsOf(pixels) : patches;
     const { values, rows, columns, largest } = cells;
@@ -129,9 +126,9 @@ class OverImages {
     return this.manner === 'pixels' && pixels ? pixels.largest : null;
   }
 
-  /** Say what the manner is, and whether there are pixels to be shown in it. */
+  /** Show the form's note, or that there are no pixels. */
   tell(pixels = true) {
     const missing = this.manner === 'pixels' && !pixels;
-    this.note.textContent = missing ? 'Of this there are patches alone.' : MANNERS[this.manner][1];
+    this.note.textContent = missing ? 'This relevance is only by patches.' : MANNERS[this.manner][1];
   }
 }

@@ -1,12 +1,12 @@
 'use strict';
 
-/* The page: it asks the server, or what it keeps itself, and shows what comes back. */
+/* The Insights page: it asks the server, or its own data, and shows the answers. */
 
 const token = new URLSearchParams(location.search).get('token') ?? '';
 
-// a page that was made to be kept has facts in place of a server
+// a snapshot has facts instead of a server
 
-/** By what the page keeps what is said of a class. */
+/** The key of a stored explanation of a class. */
 const placeOf = ({ id, model, method, target }) => [id, model, method, target].join();
 
 async function ask(question, request) {
@@ -18,7 +18,7 @@ async function ask(question, request) {
   };
   const address = `api/${question}?token=${encodeURIComponent(token)}`;
   const response = await fetch(address, sent).catch(() => {
-    throw new Error('The server does not answer. Has its script ended?');
+    throw new Error('The server does not answer. Check that its script still runs.');
   });
   const answer = await response.json();
   if (!response.ok) throw new Error(answer.error);
@@ -33,7 +33,7 @@ function say(text, isError = false) {
 let turn = Promise.resolve();
 let waiting = 0;
 
-/** Do one thing after the other, as the server does, and say what went wrong with it. */
+/** Run actions one after the other, and show their errors. */
 function alone(action) {
   waiting += 1;
   byId('examples').setAttribute('aria-busy', 'true');
@@ -52,7 +52,7 @@ function summary({ examples, searched, ended, labelled }) {
   const one = (count, what) => `${count} ${what}${count === 1 ? '' : 's'}`;
   const end = ended && !FACTS ? ' This is the end of the dataset; “Next examples” starts again at the first.' : '';
   const few = examples.length ? '' : ' None passes the filter.';
-  const none = labelled ? '' : ' No labels were given, so that no prediction is correct or incorrect.';
+  const none = labelled ? '' : ' Without labels, predictions are neither correct nor incorrect.';
   return `${one(examples.length, 'example')} of ${searched} searched.${few}${none}${end}`;
 }
 
@@ -65,7 +65,7 @@ function layOverImages() {
   overImages.tell(canvases.every((canvas) => canvas.told));
 }
 
-/** Ask a question, and say meanwhile and in the end how it went. */
+/** Ask a question, and show its progress and result in the status. */
 function told(question, request, doing, done, failed) {
   return alone(async () => {
     say(doing);
@@ -75,7 +75,7 @@ function told(question, request, doing, done, failed) {
   });
 }
 
-/** The filter is the one that the examples were found by, whatever was chosen since. */
+/** Show examples; `filter` is the one that found them, even if the choices changed since. */
 function showExamples(answer, models, filter) {
   const methods = 1 + filter.beside.length;
   const page = {
@@ -89,9 +89,9 @@ function showExamples(answer, models, filter) {
         say('Explained.');
         return outputs;
       }),
-    messages: (request) => told('messages', request, 'Ranking messages …', 'Ranked.', 'They cannot be ranked.'),
-    cut: (request) => told('cut', request, 'Cutting …', 'Cut.', 'It cannot be cut.'),
-    follow: (request) => told('flow', request, 'Tracing the path …', 'The path is shown.', 'The path cannot be traced.'),
+    messages: (request) => told('messages', request, 'Ranking messages …', 'Ranked.', 'Messages cannot be ranked.'),
+    cut: (request) => told('cut', request, 'Cutting …', 'Cut.', 'The message cannot be cut.'),
+    follow: (request) => told('flow', request, 'Making the graph …', 'The graph is shown.', 'There is no graph.'),
     known: (request) => !FACTS || placeOf({ ...request, method: 0 }) in FACTS.relevance,
     drawn: layOverImages,
   };

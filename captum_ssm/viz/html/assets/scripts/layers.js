@@ -1,13 +1,13 @@
 'use strict';
 
-/* Layers: what enters each, as a picture of layers and tokens, and the map of one of them. */
+/* Relevance at each layer's input, and token-to-token maps. */
 
 /** Axes of at most so many tokens, or layers, have names. */
 const NAMED = 40;
 /** Columns that a picture has at most; of more, neighbours are one. */
 const COLUMNS = 640;
 
-/** Relevance of what enters each layer, the last layer first; answers.py says how its bytes lie. */
+/** Relevance at each layer's input; answers.py packs the bytes. */
 class Entering {
   constructor(block, size) {
     const bytes = BLOCKS[block];
@@ -18,12 +18,12 @@ class Entering {
     this.values = Float32Array.from(steps, (step, at) => (step / (2 ** 15 - 1)) * scales[Math.floor(at / size)]);
   }
 
-  /** What enters a layer at a token. */
+  /** Return the relevance at a layer's input for a token. */
   at(layer, token) {
     return this.values[layer * this.size + token];
   }
 
-  /** The same, of one answer rather than another. */
+  /** Subtract the relevance for a second answer. */
   less(other) {
     const made = Object.assign(Object.create(Entering.prototype), this);
     made.values = this.values.map((value, at) => value - other.values[at]);
@@ -48,7 +48,7 @@ class Entering {
 /** Blocks that were read, so that switching back and forth does not read them again. */
 const entered = new Map();
 
-/** What enters each layer by a view, or null. */
+/** Return a view's relevance at each layer's input, or null. */
 function enteringOf({ streams }, size) {
   if (!streams || streams.some((block) => block === null)) return null;
   const [one, other] = streams.map((block) => {
@@ -89,14 +89,14 @@ function cellAt(canvas, event, rows, columns) {
   return [at(event.clientY, box.top, box.height, rows), at(event.clientX, box.left, box.width, columns)];
 }
 
-/** The picture of what enters each layer. */
+/** Paint the relevance at each layer's input. */
 function paintEntering(chart, entering, names) {
   const { width, found } = entering.cells(...zoom);
   const canvas = chart.querySelector('canvas');
   const largest = largestOf(entering.values);
   if (entering.size > LONG) paintCells(canvas, found.map((value) => shadeOf(value, largest)), width, entering.layers, 1);
   else paintCells(canvas, found, width, entering.layers, largest);
-  canvas.setAttribute('aria-label', `Relevance of what enters each of ${entering.layers} layers at each of ${entering.size} tokens`);
+  canvas.setAttribute('aria-label', `Relevance at the inputs of ${entering.layers} layers, for ${entering.size} tokens`);
   nameAxes(chart, Array.from({ length: entering.layers }, (_, i) => `layer ${entering.layers - 1 - i}`), axisNames(names.slice(...zoom)));
   markSentences(canvas);
 }
@@ -112,21 +112,21 @@ function paintMap(chart, map, names) {
   nameAxes(chart, axisNames(names), axisNames(names));
 }
 
-/** What a layer's map is, and how much of it the file holds. */
+/** Describe a layer's map and the stored entries. */
 function mapNotes(map, tokens) {
   const { index, cell, largest, size, kept } = map.facts;
   const pooled = cell === 1 ? '' : ` Each cell shows the strongest of ${cell} × ${cell} entries.`;
-  const fits = size === tokens ? '' : ` It has ${size} tokens of its own, at its own resolution.`;
+  const fits = size === tokens ? '' : ` This layer has ${size} tokens, at a different resolution.`;
   const most = short(Math.sign(strongestOf(map.overview())) * largest);
   const held = map.whole
-    ? 'Values of token-to-token maps are rounded to 1/127 of the largest of their row.'
-    : `Of each row of a token-to-token map, the ${kept} strongest of ${size} entries are in this file, rounded to 1/127 of the largest; bars show only entries that are among these. They make up ${keptShares(map)} of the rows' absolute sums.`;
-  return [`Layer ${index}: row = taking token, column = source; strongest ${most}; shades by square roots.${pooled}${fits}`, held];
+    ? 'Values of the map are rounded to 1/127 of the largest value in their row.'
+    : `This file has the ${kept} strongest of ${size} entries in each row of a map, rounded to 1/127 of the largest. Bars show only these entries. Their share of a row's absolute sum is ${keptShares(map)}.`;
+  return [`Layer ${index}: rows are receiving tokens, columns are source tokens. The strongest entry is ${most}. Shades are square roots.${pooled}${fits}`, held];
 }
 
-/** The least and the mean share of rows that is kept, in words. */
+/** Return the mean and the least stored share of rows. */
 function keptShares(map) {
   const all = Array.from({ length: map.size }, (_, i) => map.share(i));
   const mean = all.reduce((sum, x) => sum + x, 0) / all.length;
-  return `${percent(mean)} on average, ${percent(Math.min(...all))} at least,`;
+  return `${percent(mean)} on average and ${percent(Math.min(...all))} at least`;
 }

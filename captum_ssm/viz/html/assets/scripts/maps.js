@@ -37,7 +37,7 @@ class LayerMap {
     return this.parts;
   }
 
-  /** What token i takes from each token. */
+  /** Return the map's row i: how much token i receives from each token. */
   row(i) {
     const { scales, columns, values } = this.read();
     const row = new Float32Array(this.size);
@@ -48,7 +48,7 @@ class LayerMap {
     return row;
   }
 
-  /** What each token takes from token j. */
+  /** Return the map's column j: how much each token receives from token j. */
   column(j) {
     const { scales, columns, values } = this.read();
     const column = new Float32Array(this.size);
@@ -79,7 +79,7 @@ class LayerMap {
   }
 }
 
-/** The largest absolute value; missing ones do not count. */
+/** Return the largest absolute value; null is ignored. */
 function largestOf(values) {
   let largest = 0;
   for (const value of values) if (value !== null) largest = Math.max(largest, Math.abs(value));
@@ -101,5 +101,5 @@ function strongest(values, count) {
   return indices.slice(0, count);
 }
 
-/** What the values add up to; missing ones do not count. */
+/** Sum the values; null is ignored. */
 const sumOf = (values) => values.reduce((sum, value) => sum + (value ?? 0), 0);

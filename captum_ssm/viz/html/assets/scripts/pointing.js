@@ -1,8 +1,8 @@
 'use strict';
 
-/* What pointing at strips and at pictures of layers does, and clicking on them. */
+/* Pointing, clicking and dragging in strips and pictures of layers. */
 
-/** A click on a strip goes to the strongest token there, and pointing names it. */
+/** A click on a strip selects the strongest token there; pointing names it. */
 function listenToStrips(field) {
   const found = (event) => {
     const canvas = event.target.closest('label > canvas');
@@ -23,24 +23,24 @@ function listenToStrips(field) {
   field.addEventListener('pointerleave', hideTip);
 }
 
-/** What is said of a cell of the map, and its token. */
+/** Describe a cell of the map, and return its token. */
 function mapCell(canvas, event) {
   const map = usableMap();
   if (!map) return null;
   const [row, column] = cellAt(canvas, event, map.size, map.size);
   const names = example().tokens;
-  const said = `: token ${row} “${names[row]}” takes ${short(map.row(row)[column])} from token ${column} “${names[column]}”`;
+  const said = `: token ${row} “${names[row]}” receives ${short(map.row(row)[column])} from token ${column} “${names[column]}”`;
   return { index: row, said: `Layer ${map.facts.index}${said}` };
 }
 
-/** What is said of what enters a layer at a token, and both. */
+/** Describe a cell of the layers' inputs; return its layer and token. */
 function enteringCell(canvas, event) {
   const [row, column] = cellAt(canvas, event, entering.layers, zoom[1] - zoom[0]);
   const [layer, index] = [entering.layers - 1 - row, zoom[0] + column];
-  return { index, layer, said: `Enters layer ${layer} at token ${index} “${example().tokens[index]}”: ${short(entering.at(layer, index))}` };
+  return { index, layer, said: `Input of layer ${layer} at token ${index} “${example().tokens[index]}”: ${short(entering.at(layer, index))}` };
 }
 
-/** Pointing at a picture is pointing at its token; a click keeps that, and chooses the layer. */
+/** Pointing at a picture points at its token; a click keeps the token and chooses the layer. */
 function listenToChart(chart, cell) {
   const canvas = chart.querySelector('canvas');
   canvas.addEventListener('pointermove', (event) => {
@@ -65,7 +65,7 @@ const MARKS = 60;
 /** A pointer that moves by so many pixels drags. */
 const DRAGGED = 8;
 
-/** Show about these tokens alone. */
+/** Show only about these tokens. */
 function zoomTo(start, end) {
   const { length: size } = example().tokens;
   const count = Math.min(size, Math.max(CLOSEST, Math.round(end - start)));
@@ -91,7 +91,7 @@ function markSentences(canvas) {
   canvas.style.background = few ? begun.map(mark).join() : '';
 }
 
-/** A drag across a strip, or the picture of layers, shows the tokens there alone; `changed` is told. */
+/** A drag across a strip or a picture of layers zooms in; then `changed` is called. */
 function listenToDrags(changed) {
   let from = null; // the canvas, and where the drag began
   let done = false;
@@ -124,7 +124,7 @@ function listenToDrags(changed) {
     if (from) markSentences(from.canvas);
     from = null;
   });
-  // it is no click on a token, and chooses no method
+  // a drag is not a click on a token or a method
   document.addEventListener('click', (event) => {
     if (!done) return;
     done = false;

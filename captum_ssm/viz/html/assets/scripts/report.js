@@ -1,10 +1,9 @@
 'use strict';
 
-/* The page: what is chosen, and what is shown of it. */
+/* The report's choices, and the parts of the page that depend on them. */
 
-/** What is chosen: an example; an answer, and rather than which; a method, a map and its layer; the
- * token pointed at, and kept.
- */
+/** The chosen example, answer and contrast, method, map and layer, and the token that is pointed at
+ * or kept. */
 const chosen = { example: 0, answer: 0, against: null, method: 0, map: 0, layer: 0, pointed: null, kept: null };
 let tokens = null;
 let layers = [];
@@ -15,7 +14,7 @@ const overImages = new OverImages(byId('over-image'), () => {
 });
 let entering = null;
 let scissors = null;
-/** Methods and roles as tokens may be colored by them, found anew when the answer changes. */
+/** Methods and roles that can color tokens, computed anew when the answer changes. */
 let views = [];
 
 const example = () => FACTS.examples[chosen.example];
@@ -57,7 +56,7 @@ function chooseLayer(index) {
   showLayer();
 }
 
-/** Each method, and below it each role that its rule tells, of what is explained. */
+/** List each method, followed by its roles, for the explained output. */
 function findViews() {
   const { methods, asked } = example();
   views = methods.flatMap((method) => {
@@ -68,19 +67,19 @@ function findViews() {
   chosen.method = Math.min(chosen.method, views.length - 1);
 }
 
-/** A method's values without the one that the asking token has of itself, the identity. */
+/** Return a method's values without the query token's own value, the identity. */
 function shadesOf({ values, own }) {
   return own === null ? values : values.map((value, index) => (index === own ? null : value));
 }
 
-/** The end of a view's scale: roles of a method have one, so that they compare. */
+/** Return the end of the color scale; all roles of a method share one. */
 function endOf(view) {
-  if (view.silent) return Math.abs(view.values[view.own] ?? 0); // beside it the others are pale
+  if (view.silent) return Math.abs(view.values[view.own] ?? 0); // the others stay pale
   if (!view.whole) return largestOf(shadesOf(view));
   return Math.max(...Object.values(view.whole.roles).map(largestOf));
 }
 
-/** A view in words. */
+/** Name a view. */
 function titleOf({ name, whole }) {
   return whole ? `${whole.name}, as ${name}` : name;
 }
@@ -90,7 +89,7 @@ function calledBy({ name, question }) {
   return question ? [question, make('small', {}, name)] : [name];
 }
 
-/** Tokens colored by the method, and what is said of the one that is looked at. */
+/** Color tokens by the method, and describe the current token. */
 function showTokens(about = null) {
   const { tokens: names } = example();
   const current = chosen.pointed === null ? chosen.kept : chosen.pointed;
@@ -107,7 +106,7 @@ function showTokens(about = null) {
   showPartnersOf(current ?? example().asking ?? names.length - 1);
 }
 
-/** The tokens that one takes most from, and gives most to. */
+/** Show the largest sources and receivers of a token. */
 function showPartnersOf(index) {
   const map = usableMap();
   byId('partners').hidden = !map;
@@ -124,8 +123,8 @@ function showLegend() {
   byId('most').textContent = short(largest);
   byId('least').textContent = short(-largest);
   const map = usableMap();
-  const bars = map ? ` Bar below: what the token pointed at takes from each in layer ${map.facts.index}.` : '';
-  const roots = example().tokens.length > LONG ? ' In strips and in the picture of layers shades are square roots.' : '';
+  const bars = map ? ` Bar below a token: how much the current token receives from it in layer ${map.facts.index}.` : '';
+  const roots = example().tokens.length > LONG ? ' The strips and the picture of layers show square roots.' : '';
   byId('shown').textContent = `Background: relevance by ${titleOf(view())}.${ownEntry(view())}${bars}${roots}`;
 }
 
@@ -142,21 +141,21 @@ function showOverImage() {
   overImages.tell(Boolean(view().pixels));
 }
 
-/** What is left out of the colors, in words. */
+/** Name the value that has no color. */
 function ownEntry({ values, own, silent }) {
-  const nothing = silent ? ' Of the others it says nothing.' : '';
+  const nothing = silent ? ' All other values are negligible.' : '';
   if (own === null || values[own] === null) return nothing;
-  return ` Without that of token ${own}, which asks: ${short(values[own])}, mostly the identity.${nothing}`;
+  return ` Not colored: the query token ${own}, ${short(values[own])}, mostly the identity matrix.${nothing}`;
 }
 
-/** What a token's relevance is made of, the largest part first. */
+/** List a token's relevance by role, largest first. */
 function partsOf({ roles = {} }, index) {
   const parts = Object.entries(roles).map(([role, values]) => [role, values[index]]);
   parts.sort((a, b) => Math.abs(b[1]) - Math.abs(a[1]));
   return parts.length ? ` (${parts.map(([role, value]) => `${role} ${short(value)}`).join(', ')})` : '';
 }
 
-/** The token that is looked at, in words. */
+/** Describe the current token. */
 function sentence(current, map, row, column) {
   if (current === null) return [];
   const { tokens: names } = example();
@@ -179,14 +178,14 @@ function sentence(current, map, row, column) {
     say(` (token ${best}, ${short(values[best])}).`);
   };
   if (map) {
-    tell(`In layer ${map.facts.index} it takes most from`, row);
-    tell('It gives most to', column);
-    if (entering) say(` What enters the layer there: ${short(entering.at(map.facts.index, current))}.`);
+    tell(`In layer ${map.facts.index} it receives most from`, row);
+    tell('It sends most to', column);
+    if (entering) say(` Relevance at the layer's input: ${short(entering.at(map.facts.index, current))}.`);
   }
   return said;
 }
 
-/** The chosen layer: its name, its picture, and what is kept of it. */
+/** Show the chosen layer's name and map. */
 function showLayer() {
   const map = layers[chosen.layer];
   if (!map) return;
@@ -200,7 +199,7 @@ function showLayer() {
   showTokens();
 }
 
-/** Lines of the pictures at the layer and the token that are looked at. */
+/** Mark the current layer and token in the pictures. */
 function showLines(current, map) {
   const size = example().tokens.length;
   placeLine(byId('overview'), 'row', map ? current : null, size);
@@ -220,7 +219,7 @@ function showZoomed() {
   showTokens();
 }
 
-/** What enters each layer, by the method or the one that a role belongs to. */
+/** Show relevance at each layer's input, by the view's method. */
 function showEntering() {
   const { tokens: names } = example();
   const told = [view().whole ?? view(), ...views].find((each) => enteringOf(each, names.length));
@@ -228,7 +227,7 @@ function showEntering() {
   byId('entering').hidden = !entering;
   byId('layers').hidden = !entering && !layers.length && !example().lens.length;
   if (!entering) return;
-  byId('entering').querySelector('h3').textContent = `What enters each layer, by ${told.name}`;
+  byId('entering').querySelector('h3').textContent = `Relevance at each layer's input, by ${told.name}`;
   paintEntering(byId('entering').querySelector('.chart'), entering, names);
 }
 
@@ -252,17 +251,17 @@ function showMap() {
   }
 }
 
-/** All that depends on what is explained, and by which method. */
+/** Show all that depends on the explained output or the method. */
 function showRelevance() {
   const { predictions, asked } = example();
   const { answer, against } = chosen;
   const rival = against === null ? '' : ` rather than “${predictions[against].label}”`;
   const logit = predictions[answer]?.logit - (predictions[against]?.logit ?? 0);
   const { output } = view().whole ?? view();
-  const what = Math.abs(output - logit) <= 1e-3 * Math.max(1, Math.abs(logit)) ? `logit${against === null ? '' : ' difference'}` : 'what is explained';
-  const astray = (view().whole ?? view()).astray ? ` It was asked for “${predictions[asked].label}” alone.` : '';
+  const what = Math.abs(output - logit) <= 1e-3 * Math.max(1, Math.abs(logit)) ? `logit${against === null ? '' : ' difference'}` : 'explained output';
+  const astray = (view().whole ?? view()).astray ? ` This method explains only “${predictions[asked].label}”.` : '';
   byId('explained').textContent = explainedBy(example(), answer, against);
-  byId('strongest-title').textContent = `Strongest for “${predictions[answer]?.label ?? 'the output'}”${rival}`;
+  byId('strongest-title').textContent = `Most relevant for “${predictions[answer]?.label ?? 'the output'}”${rival}`;
   showStrongest(byId('strongest'), example(), view(), shadesOf(view()), what, astray);
   showSentences(byId('sentences'), example(), shadesOf(view()));
   showEntering();
@@ -272,7 +271,7 @@ function showRelevance() {
   showNumbers();
 }
 
-/** What is explained was chosen. */
+/** Show a newly chosen answer. */
 function showAnswer() {
   const { predictions, methods, asked } = example();
   const { answer, against } = chosen;
@@ -281,12 +280,12 @@ function showAnswer() {
   showMethods();
   for (const note of document.querySelectorAll('.note.asked')) {
     note.hidden = answer === asked && against === null;
-    note.textContent = `Of “${predictions[asked]?.label}”, for which the page was made.`;
+    note.textContent = `This part explains only “${predictions[asked]?.label}”.`;
   }
   showRelevance();
 }
 
-/** A row, or a small picture, for each method and role to choose it by. */
+/** Show a row, or a small picture, for each method and role. */
 function showMethods() {
   const { tokens: names, image, predictions, asked } = example();
   const field = byId('methods');
@@ -302,7 +301,7 @@ function showMethods() {
     const shades = shadesOf(view);
     const most = make('span', { className: 'largest' });
     if (view.whole) most.append(make('bdi', {}, names[strongest(shades, 1)[0]]), ' ');
-    else most.append(view.silent ? 'says nothing: at most ' : 'strongest ');
+    else most.append(view.silent ? 'negligible: at most ' : 'strongest ');
     most.append(short(strongestOf(shades)));
     const picture = () => make('img', { className: 'under', src: image.source, alt: '' });
     if (gridded) canvas.className = 'over';
@@ -314,7 +313,7 @@ function showMethods() {
       gridded ? make('span', { className: 'thumb' }, picture(), canvas) : canvas,
       most,
       ...sumToldOf(view.whole ? {} : view),
-      ...(view.astray ? [make('span', { className: 'sum' }, `It was asked for “${predictions[asked].label}” alone.`)] : []),
+      ...(view.astray ? [make('span', { className: 'sum' }, `This method explains only “${predictions[asked].label}”.`)] : []),
     );
   });
   field.replaceChildren(legend, byId('zoom'), ...rows);
@@ -367,7 +366,7 @@ function showFlow(section, { graph: { nodes, obstacle } }) {
   showGraph(section.querySelector('.graph'), example());
 }
 
-/** What the model would predict if it ended after a block. */
+/** Show the prediction after each block. */
 function showLens(section, { lens, predictions, asked }) {
   section.hidden = !lens.length;
   if (!lens.length) return;
@@ -380,7 +379,7 @@ function showLens(section, { lens, predictions, asked }) {
   );
 }
 
-/** Keep the example and what is cut in the address. */
+/** Keep the example and the cuts in the address. */
 function remember(cut) {
   const parts = [chosen.example ? `example=${chosen.example + 1}` : '', cut && `cut=${cut}`].filter(Boolean);
   try {
@@ -390,7 +389,7 @@ function remember(cut) {
   }
 }
 
-/** Show the example, and what is cut, that the address names. */
+/** Show the example and the cuts that the address names. */
 function readAddress() {
   const asked = new URLSearchParams(location.hash.slice(1));
   const number = Number(asked.get('example') ?? 1) - 1;
@@ -401,7 +400,7 @@ function readAddress() {
   scissors.read(asked.get('cut'));
 }
 
-/** Have the strongest token in view. */
+/** Scroll to the strongest token. */
 function showBest() {
   const [best] = strongest(shadesOf(view()), 1);
   if (best !== undefined) tokens.show(best);

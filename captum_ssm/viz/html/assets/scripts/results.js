@@ -1,8 +1,8 @@
 'use strict';
 
-/* What methods returned: rows of colored tokens, maps, and what they add up to. */
+/* Results of methods: rows of colored tokens, maps, and sums. */
 
-/** What is chosen: an example, and the token that is looked at, and whether it is kept. */
+/** The chosen example and token, and whether the token is kept. */
 const chosen = { example: 0, token: null, kept: false };
 let panes = [];
 
@@ -19,7 +19,7 @@ function act(kind, row, token) {
   showRows();
 }
 
-/** The rows' colors, and what each says of the token that is looked at. */
+/** Color the rows, and show each row's number for the current token. */
 function showRows() {
   const { rows, words } = example();
   const { token } = chosen;
@@ -28,7 +28,7 @@ function showRows() {
   });
   if (!rows.length) return;
   if (token === null) {
-    byId('status').textContent = 'Point at a token, or move to one with Tab and the arrow keys.';
+    byId('status').textContent = 'Point at a token, or use Tab and the arrow keys, to read its numbers.';
     return;
   }
   const said = rows.map(({ name, values }) => `${name} ${short(values[token])}`).join(', ');
@@ -49,7 +49,7 @@ function makeRows() {
     ...rows.map(({ name, values, note, sum }, n) => {
       const holder = make('div', { className: 'pane' });
       holder.setAttribute('role', 'group');
-      holder.setAttribute('aria-label', `${name}: arrow keys move, Enter keeps a token, Escape lets go`);
+      holder.setAttribute('aria-label', `${name}: use the arrow keys to move, Enter to select, Escape to clear`);
       panes.push(new Pane(holder, words, n, act));
       Pane.listen(holder, () => panes[n]);
       return make('section', {}, headed(name, strongestOf(values), note), ...sumToldOf({ sum }), holder);

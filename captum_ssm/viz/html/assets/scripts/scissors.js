@@ -1,26 +1,26 @@
 'use strict';
 
-/* The prompt with its answer, messages between tokens as arcs above, and a cut by a click. */
+/* The prompt and its answer, with messages between tokens as arcs that a click cuts. */
 
 /** A pair of scissors that open to the left, around the origin. */
 const SCISSORS = 'M-5 4.2 4.2-4.6M-5-4.2 4.2 4.6M5.2 2.9a2 2 0 1 1 1.4 3.6 2 2 0 1 1-1.4-3.6M5.2-2.9a2 2 0 1 0 1.4-3.6 2 2 0 1 0-1.4 3.6';
-/** Of longer texts only tokens that messages join are shown. */
+/** Longer texts show only the ends of messages. */
 const WHOLE = 32;
-/** Smaller letters than this, in pixels, and tokens stand below each other. */
+/** With letters smaller than this, in pixels, tokens are in a column. */
 const SMALLEST = 14;
 /** Widths of arcs, in pixels: the thinnest, the thickest in a line and in a column, and of all together. */
 const ARCS = { thinnest: 1.6, line: 15, column: 10, together: 60 };
 /** Pixels from one bar to the next. */
 const BAR = 31;
 
-/** Between parts. */
+/** Put a separator between parts. */
 const joinedBy = (parts, between) => parts.flatMap((part, index) => (index ? [between, ...part] : part));
 
-/** A number whose sign is told only if it is below zero. */
+/** Write a number without a plus sign. */
 const plain = (value) => short(value).replace(/^\+/, '');
 
 class Scissors {
-  /** `remember` is told what is cut, for the address. */
+  /** `remember` keeps the cuts in the address. */
   constructor(section, remember) {
     this.section = section;
     this.remember = remember;
@@ -44,7 +44,7 @@ class Scissors {
     this.section.hidden = !rows.length && obstacle === null;
     const note = byId('cuts-obstacle');
     note.hidden = obstacle === null;
-    note.textContent = `There are no cuts: ${obstacle}`;
+    note.textContent = `Messages cannot be cut: ${obstacle}`;
     for (const part of this.section.querySelectorAll('.card, details')) part.hidden = !rows.length;
     if (!rows.length) return;
     this.repeated = new Set(tokens.filter((token, index) => tokens.indexOf(token) !== index));
@@ -75,15 +75,15 @@ class Scissors {
     const known = this.state(found) !== undefined;
     this.cuts = known ? found : [];
     this.tell();
-    if (!known) this.why.textContent = 'The address names a cut that was not run, so nothing is cut.';
+    if (!known) this.why.textContent = 'This file has no run for the cut in the address, so nothing is cut.';
   }
 
-  /** What the model says without some messages; undefined if that was not run. */
+  /** Return the stored run without some messages, or undefined. */
   state(cuts) {
     return this.states[[...cuts].sort((a, b) => a - b).join('-')];
   }
 
-  /** By how much a cut changes the score, in the model as it is cut; if not known, in the whole one. */
+  /** Return a cut's change of the score, after the present cuts if this was run. */
   change(index, cuts = this.cuts) {
     const found = cuts.includes(index) ? undefined : this.state([...cuts, index]);
     return found ? found[0] - this.state(cuts)[0] : this.states[index][0] - this.states[''][0];
@@ -92,31 +92,31 @@ class Scissors {
   /** Why a message cannot be cut now, or null. */
   obstacle(index) {
     if (this.cuts.includes(index) || this.state([...this.cuts, index])) return null;
-    if (this.cuts.length > 1) return ['Two cuts at a time were run. Heal one first.'];
-    return ['Not run together with ', ...this.named(this.cuts[0]), '. Heal that first.'];
+    if (this.cuts.length > 1) return ['At most two messages can be cut together. Restore one first.'];
+    return ['There is no run without both this message and ', ...this.named(this.cuts[0]), '. Restore that one first.'];
   }
 
-  /** A token in nodes: with its position where the text has it several times. */
+  /** Return nodes for a token, with its position if the text repeats it. */
   word(index) {
     const token = this.tokens[index];
     return [make('bdi', {}, token), ...(this.repeated.has(token) ? [make('sub', {}, index)] : [])];
   }
 
-  /** A message in nodes. */
+  /** Return nodes for a message. */
   named(index) {
     const { source, target } = this.rows[index];
     if (source === target) return [...this.word(source), ' to itself'];
     return [...this.word(source), ' → ', ...this.word(target)];
   }
 
-  /** A message in words. */
+  /** Describe a message. */
   said(index) {
     const { layer, source, target } = this.rows[index];
     const to = source === target ? 'itself' : `“${this.tokens[target]}” (token ${target})`;
     return `the message from “${this.tokens[source]}” (token ${source}) to ${to}, layer ${layer}`;
   }
 
-  /** Cut a message, or heal it. */
+  /** Cut a message, or restore it. */
   toggle(index) {
     const obstacle = this.obstacle(index);
     if (obstacle) {
@@ -143,7 +143,7 @@ class Scissors {
     button.focus({ preventScroll: true });
   }
 
-  /** The tokens, and the answer where it is read. */
+  /** Write the tokens and the answer. */
   write() {
     const { tokens, example: { joined, marks, asking, direction } } = this;
     const joinedTo = new Set(joined);
@@ -170,13 +170,13 @@ class Scissors {
     });
   }
 
-  /** A message's arc: what is drawn of it, and it as a button. */
+  /** Make a message's arc, which is a button. */
   arc(index) {
     const part = (tag, name, ...children) => draw(tag, { class: name }, ...children);
     const badge = part('g', 'badge', draw('circle', { r: 12 }), draw('path', { d: SCISSORS }));
     const parts = { halo: part('path', 'halo'), ink: part('path', 'ink'), head: part('path', 'head'), badge };
     const all = draw('g', { class: 'arc', role: 'button', tabindex: -1 }, ...Object.values(parts));
-    all.addEventListener('click', () => this.toggle(index)); // of assistive technology alone
+    all.addEventListener('click', () => this.toggle(index)); // only assistive technology sends this click
     all.addEventListener('focus', () => {
       if (all.matches(':focus-visible')) this.point(index);
     });
@@ -359,7 +359,7 @@ class Scissors {
     this.svg.firstChild.replaceChildren(...lines);
   }
 
-  /** Widths and colors of the model as it is cut: what one more cut would change. */
+  /** Set widths and colors by the change that one more cut would make. */
   weigh() {
     const { largest, thickest } = this;
     this.arcs.forEach((arc, index) => {
@@ -374,7 +374,7 @@ class Scissors {
     });
   }
 
-  /** Point at a message: its words, and what its cut does, in one line. */
+  /** Show a message's words, and the effect of its cut, in one line. */
   point(index) {
     this.pointed = index;
     const { source, target, layer, effect, first_order: rough } = this.rows[index] ?? {};
@@ -389,10 +389,10 @@ class Scissors {
     const estimated = `${rough ? '≈ ' : ''}${short(-effect)}`;
     const parts = [
       [make('b', {}, ...this.named(index)), `, layer ${layer}`],
-      further ? ['if cut as well, the score of ', make('bdi', {}, this.answer), ' ', make('b', {}, short(this.change(index)))]
-        : ['without it the score of ', make('bdi', {}, this.answer), ' ', make('b', {}, alone)],
-      [`${further ? `alone ${alone}, ` : ''}estimated ${estimated}`],
-      obstacle ?? [this.cuts.includes(index) ? 'Click to heal' : 'Click to cut'],
+      further ? ['this cut too changes the score of ', make('bdi', {}, this.answer), ' by ', make('b', {}, short(this.change(index)))]
+        : ['cutting it changes the score of ', make('bdi', {}, this.answer), ' by ', make('b', {}, alone)],
+      [`${further ? `cut alone ${alone}, ` : ''}estimate ${estimated}`],
+      obstacle ?? [this.cuts.includes(index) ? 'Click to restore' : 'Click to cut'],
     ];
     this.tip.replaceChildren(...joinedBy(parts, make('i', {}, '·')).map((node) => node.cloneNode?.(true) ?? node));
     const { x, y } = this.arcs[index].peak;
@@ -401,16 +401,16 @@ class Scissors {
     this.tip.style.top = `${this.column ? y + 20 : this.stage.clientHeight + 8}px`;
   }
 
-  /** What is cut, and what the model says then: the frame, a sentence, bars, arcs and the table. */
+  /** Show the cuts and the model's output: frame, sentence, bars, arcs and table. */
   tell() {
     const { cuts, rows } = this;
     const state = this.state(cuts);
     this.healing.hidden = !cuts.length;
-    this.healing.textContent = cuts.length > 1 ? 'Heal both' : 'Heal it';
+    this.healing.textContent = cuts.length > 1 ? 'Restore both' : 'Restore it';
     if (cuts.length) this.nudge.hidden = true;
     this.say.replaceChildren(...this.sentence());
     const call = make('code', {}, `knock_out(model, ${cuts.map((index) => rows[index].call).join(', ')})`);
-    this.why.replaceChildren(...(cuts.length ? [...this.next(), 'The same in Python: ', call] : []));
+    this.why.replaceChildren(...(cuts.length ? [...this.next(), 'In Python: ', call] : []));
     if (this.labels.length) {
       const [, , first, chance] = state;
       const label = cutLabel(this.labels[first]);
@@ -439,7 +439,7 @@ class Scissors {
     });
   }
 
-  /** What the model says, in nodes. */
+  /** Return nodes that describe the model's output. */
   sentence() {
     const [score, asked, first, chance] = this.state(this.cuts);
     const [whole, before, likeliest, surest] = this.states[''];
@@ -450,25 +450,25 @@ class Scissors {
       return this.cuts.length ? [...without, ` the output is ${plain(score)} instead of ${plain(whole)}.`] : [`The output is ${plain(whole)}.`];
     }
     if (!this.cuts.length) {
-      const other = likeliest ? ['Explained is ', own(), `, at ${percent(before)}. `] : [];
-      return ['The model says ', says(likeliest), ` at ${percent(surest)}. `, ...other, 'Cutting ', make('b', {}, ...this.named(0)), ` changes the score of `, own(), ` most: by ${short(this.change(0))}.`];
+      const other = likeliest ? ['The explained prediction is ', own(), `, at ${percent(before)}. `] : [];
+      return ['The model predicts ', says(likeliest), ` at ${percent(surest)}. `, ...other, 'Cutting ', make('b', {}, ...this.named(0)), ` changes the score of `, own(), ` most: by ${short(this.change(0))}.`];
     }
     const moved = [own(), ` goes from ${percent(before)} to ${percent(asked)}.`];
-    if (likeliest || first) return [...without, ' the model says ', says(first), ` at ${percent(chance)}. `, ...moved];
+    if (likeliest || first) return [...without, ' the model predicts ', says(first), ` at ${percent(chance)}. `, ...moved];
     if (percent(asked) !== percent(before)) return [...without, ' the answer is still ', own(), `, at ${percent(asked)} instead of ${percent(before)}.`];
     return [...without, ' the answer is still ', own(), `, at ${percent(asked)}. Its score goes from ${plain(whole)} to ${plain(score)}.`];
   }
 
-  /** Which message weighs most now, where every pair with the one that is cut was run. */
+  /** Name the strongest remaining message, if all pairs with the cut one were run. */
   next() {
     const others = this.rows.map((_, index) => index).filter((index) => index !== this.cuts[0]);
     if (this.cuts.length > 1 || !others.length || others.some((index) => this.obstacle(index))) return [];
     const size = (index) => Math.abs(this.change(index));
     const best = others.reduce((one, other) => (size(other) > size(one) ? other : one));
-    return ['Of the others, ', make('b', {}, ...this.named(best)), ' now weighs most: cut as well, it changes the score by ', short(this.change(best)), '.', make('br')];
+    return ['The strongest message left is ', make('b', {}, ...this.named(best)), '. Cutting it too changes the score by ', short(this.change(best)), '.', make('br')];
   }
 
-  /** The likeliest answers, all others together, and the score; pale is what was there before. */
+  /** Show bars for the likeliest answers, the others and the score; pale bars are before the cut. */
   showBars([score, asked, ...best]) {
     const [low, high] = this.ends;
     const [whole, before] = this.states[''];
@@ -505,7 +505,7 @@ class Scissors {
     return line;
   }
 
-  /** Words, arcs and what the model says as one picture: copied, or where that is not allowed, a file. */
+  /** Copy words, arcs and sentence as one picture; save a file if copying is not allowed. */
   async copy() {
     const { stage, svg, say } = this;
     const page = getComputedStyle(document.body);
@@ -560,7 +560,7 @@ class Scissors {
       const then = this.labels.length ? [number(percent(asked)), cell(make('bdi', {}, this.labels[first]))] : [];
       return make('tr', {}, cell(button), cell(...this.named(index)), number(layer), number(short(this.change(index, []))), number(`${rough ? '≈ ' : ''}${short(-effect)}`), ...then);
     });
-    const heads = ['', 'Message', 'Layer', 'Score changes by', 'estimated', ...(this.labels.length ? [`${this.answer} then`, 'Answer then'] : [])];
+    const heads = ['', 'Message', 'Layer', 'Score change', 'Estimate', ...(this.labels.length ? [`${this.answer} after`, 'Answer after'] : [])];
     const head = heads.map((text, index) => make(text ? 'th' : 'td', { className: [2, 3, 4, 5].includes(index) ? 'number' : '' }, text));
     this.table.tHead.replaceChildren(make('tr', {}, ...head));
     this.table.tBodies[0].replaceChildren(...body);
@@ -568,7 +568,7 @@ class Scissors {
   }
 }
 
-/** What of an element's looks a picture has. */
+/** Style properties that a copied picture keeps. */
 const LOOKS = ['fill', 'stroke', 'stroke-width', 'stroke-dasharray', 'stroke-linecap', 'opacity', 'font', 'text-anchor'];
 
 /** Half as wide as the head of an arc. */

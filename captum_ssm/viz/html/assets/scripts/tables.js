@@ -2,7 +2,7 @@
 
 /* Numbers, and tables of them: predictions, partners of a token, and all numbers. */
 
-/** A share in percent, with one digit; what would round to nothing or to all is told apart. */
+/** Write a share in percent with one digit; shares near 0 or 1 get < or >. */
 function percent(share) {
   if (share > 0 && share < 5e-4) return '< 0.1%';
   if (share < 1 && share > 0.9995) return '> 99.9%';
@@ -47,7 +47,7 @@ function showPartners(table, tokens, values) {
 /** One row per token, one column per view: a method, or a role. */
 function numbersTable(example, views) {
   const table = make('table');
-  table.append(make('caption', {}, `Relevance of each token to ${example.explained}`));
+  table.append(make('caption', {}, `Relevance of each token for ${example.explained}`));
   const head = make('tr');
   for (const name of ['Position', 'Token', ...views.map(titleOf)]) {
     const className = name === 'Token' ? '' : 'number';

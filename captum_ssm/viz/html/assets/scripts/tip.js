@@ -1,11 +1,11 @@
 'use strict';
 
-/* What is pointed at, in words beside it. The status line says the same to those who listen. */
+/* A tooltip beside the pointer. The status line has the same text for screen readers. */
 
-/** Pixels between the words and what they are about, and the window's edge. */
+/** Pixels from the tooltip to its element and to the window's edge. */
 const APART = 8;
 
-/** Say something beside a box of the window: below it, or above where there is no room. */
+/** Show a tooltip below a box of the window, or above if there is no room. */
 function showTip(box, content) {
   const tip = byId('tip');
   tip.replaceChildren(...content);
@@ -23,5 +23,5 @@ function hideTip() {
   byId('tip').hidden = true;
 }
 
-/** The box of a pointer, for what is said beside it. */
+/** Return the box of a pointer, for a tooltip. */
 const boxOf = ({ clientX, clientY }) => new DOMRect(clientX, clientY, 0, 0);

@@ -2,12 +2,12 @@
 
 /* Tokens: as text, or as patches over an image; one of them has the focus. */
 
-/** An image with its colors, beside what the model says of it. */
+/** Show the image in color beside the predictions. */
 function showImage(holder, image) {
   holder.replaceChildren();
   if (!image) return;
   holder.append(
-    make('img', { src: image.source, alt: 'the image that is explained, in color' }),
+    make('img', { src: image.source, alt: 'the explained image, in color' }),
   );
 }
 
@@ -36,7 +36,7 @@ class TokenView extends TokenLines {
     if (example.image) this.layPatches(placed);
     const rest = example.tokens.map((_, index) => index).filter((index) => !placed.has(index));
     if (placed.size && rest.length) {
-      const said = 'Tokens that are no patches, such as one for the class:';
+      const said = 'Tokens without a patch, such as the class token:';
       text.append(make('p', { className: 'note' }, said));
     }
     if (rest.length) text.append(this.lay(rest, example.joined, example.breaks));
@@ -46,12 +46,12 @@ class TokenView extends TokenLines {
   layPatches(placed) {
     const { source, width, height, grid, cells } = this.example.image;
     this.picture.append(
-      make('img', { className: 'under', src: source, width, height, alt: 'the image that is explained' }),
+      make('img', { className: 'under', src: source, width, height, alt: 'the explained image' }),
     );
     this.picture.hidden = false;
     if (!grid) return;
     this.canvas = make('canvas', { className: 'over' });
-    this.canvas.setAttribute('aria-hidden', 'true'); // its patches say what they are
+    this.canvas.setAttribute('aria-hidden', 'true'); // its patches have labels
     this.picture.append(this.canvas);
     this.placed = placed;
     const layer = make('div', { className: 'grid' });
@@ -98,7 +98,7 @@ class TokenView extends TokenLines {
     });
   }
 
-  /** What a key does on a token; whether it did anything. */
+  /** Handle a key on a token; return true if the key has an effect. */
   press(key, index) {
     if (key === 'Enter' || key === ' ') this.act('keep', index);
     else if (key === 'Escape') this.act('keep', null);

@@ -1,8 +1,8 @@
 'use strict';
 
-/* Words and what they are worth: by pointing at them, by tapping, and by keys. */
+/* Show the relevance of words by pointing, tapping and keys. */
 
-/** Mark a word of a text, and say what it is worth; null lets go. */
+/** Mark a word of a text and show its relevance; null clears the mark. */
 function showWord(flow, word) {
   flow.querySelector('.token.current')?.classList.remove('current');
   if (!word) {
@@ -13,15 +13,15 @@ function showWord(flow, word) {
   tell(word);
 }
 
-/** Say beside a word what it is worth. */
+/** Show a word's relevance beside it. */
 function tell(word) {
   const worth = make('strong', {}, word.dataset.percent);
   showTip(word.getBoundingClientRect(), [
-    '“', make('bdi', {}, word.textContent), '”: ', worth, ' in hundredths of the strongest',
+    '“', make('bdi', {}, word.textContent), '”: ', worth, ' % of the strongest word',
   ]);
 }
 
-/** What a key does on the words of a text; whether it did anything. */
+/** Handle a key in a text; return true if the key has an effect. */
 function pressOnWords(flow, key) {
   const words = [...flow.querySelectorAll('.token')];
   const at = words.findIndex((word) => word.classList.contains('current'));
@@ -38,7 +38,7 @@ function pressOnWords(flow, key) {
   return true;
 }
 
-/** Let the words of all texts in a container say what they are worth. */
+/** Show the relevance of words of all texts in a container. */
 function listenToWords(container) {
   const wordOf = (event) => event.target.closest('.flow .token');
   const point = (event) => {
