@@ -77,7 +77,7 @@ def plot_windows(windows: KnockoutWindows, *, title: str | None = None) -> tuple
     axis.xaxis.get_major_locator().set_params(integer=True)
     wide = windows.window
     xlabel = "layer" if wide == 1 else f"middle layer of a window of {wide} layers"
-    axis.set(xlabel=xlabel, ylabel="change in probability (%)")
+    axis.set(xlabel=xlabel, ylabel="relative change in probability (%)")
     plain = float(numbers(windows.plain, "windows").mean())
     of_several = f" (mean of {batch} examples)" if batch > 1 else ""
     said = f"probability of the answer: {plain:.2f}{of_several}"

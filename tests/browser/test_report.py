@@ -120,7 +120,7 @@ def test_pointing_at_the_picture_of_a_map(wide: Page) -> None:
     assert re.match(r"Layer \d: token 8 “w8” receives .* from token 8 “w8”", wide.text("#tip"))
     wide.click("#overview canvas")
     wide.leave()
-    assert "Token 8 “w8” (kept)" in wide.text("#status")
+    assert "Token 8 “w8” (selected)" in wide.text("#status")
 
 
 def test_hostile_text_is_text_everywhere(page: Page, tmp_path: Path) -> None:

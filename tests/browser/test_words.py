@@ -102,7 +102,7 @@ def test_pointing_tells_the_numbers_of_all_rows(opened: Page) -> None:
     assert rows > 3 and opened.count(".token.current") == rows
     opened.click('#rows section:nth-child(1) .token[data-index="3"]')
     opened.hover('#rows section:nth-child(1) .token[data-index="5"]')
-    assert opened.text("#status").startswith("Token 3 “lamp” (kept)")
+    assert opened.text("#status").startswith("Token 3 “lamp” (selected)")
     opened.keys("Escape", "Escape")
     assert opened.count(".token.current") == 0
     opened.click("#numbers summary")

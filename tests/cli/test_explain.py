@@ -293,7 +293,7 @@ OF_RECALL = [
     ("--option n_steps", "--option n_steps: write NAME=VALUE"),
     ("--option n_steps=5", "is accepted by IntegratedGradients, but none of these is selected"),
     ("--method integrated-gradients --option n_steps=many", "use a whole number"),
-    ("--method guided_backprop", "GuidedBackprop: it changes how torch.nn.ReLU"),
+    ("--method guided_backprop", "GuidedBackprop: it changes gradients of torch.nn.ReLU"),
     ("--generate 3 --answer lamp", "--generate 3"),
     ("--spans sentence --target lamp", "--target"),
     ("--spans all --method LatimFlow MambaLRP", "one method"),

@@ -119,7 +119,7 @@ def test_a_curve_for_each_kind() -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [r"\$subject", "last"]
     said = axis.get_title(loc="left")
     assert said == r"\$Mamba – probability of the answer: 0.38 (mean of 2 examples)"
-    assert axis.get_xlabel() == "layer in the middle of a window of 3"
+    assert axis.get_xlabel() == "middle layer of a window of 3 layers"
     assert len(axis.collections) == 2
     # one example has no band, and one layer is no window
     found = windows(1, plain=torch.tensor([0.5]), probabilities=torch.rand(2, 4, 1))

@@ -162,7 +162,7 @@ def test_colours_of_a_text_are_explained() -> None:
     before = plt.get_fignums()
     for rows, said in (
         ({"a": [1.0, -2.0], "b": [1.0, 2.0]}, {"adds": "PuOr", "subtracts": "PuOr"}),
-        ({"a": [1.0, 2.0]}, {"more": "Purples"}),
+        ({"a": [1.0, 2.0]}, {"more relevant": "Purples"}),
     ):
         figure, _ = plot_text(["one", "two"], {k: torch.tensor(v) for k, v in rows.items()})
         (legend,) = figure.legends

@@ -217,8 +217,9 @@ def test_what_says_nothing_says_so(tmp_path: Path) -> None:
         "zero": torch.zeros(1, 3),
     }
     (example,) = written(Comparison(rows), tmp_path)["examples"]
-    silent = ["negligible" in row["note"] for row in example["rows"]]
-    assert silent == [True, False, True]
+    notes = [row["note"] for row in example["rows"]]
+    assert ["negligible" in note for note in notes] == [True, False, False]
+    assert [note == "All values are zero." for note in notes] == [False, False, True]
 
 
 def test_notebooks_show_a_frame_that_is_whole_by_itself() -> None:

@@ -170,7 +170,7 @@ function sentence(at, words, best, back) {
   };
   if (at) quote(panes[at.side].read(words));
   else say('The whole answer');
-  say(chosen.kept ? ' (kept)' : '');
+  say(chosen.kept ? ' (selected)' : '');
   say(back ? ' adds most to ' : ' depends most on ');
   best.slice(0, NAMED).forEach(({ text, value }, n) => {
     if (n) say(', ');

@@ -123,7 +123,7 @@ function showLegend() {
   byId('most').textContent = short(largest);
   byId('least').textContent = short(-largest);
   const map = usableMap();
-  const bars = map ? ` Bar below a token: how much the current token receives from it in layer ${map.facts.index}.` : '';
+  const bars = map ? ` Bar below a token: how much the token you point at receives from it in layer ${map.facts.index}.` : '';
   const roots = example().tokens.length > LONG ? ' The strips and the picture of layers show square roots.' : '';
   byId('shown').textContent = `Background: relevance by ${titleOf(view())}.${ownEntry(view())}${bars}${roots}`;
 }
@@ -169,7 +169,7 @@ function sentence(current, map, row, column) {
   };
   say(`Token ${current} `);
   quote(current);
-  say(`${chosen.kept === current ? ' (kept)' : ''}: ${short(method.values[current])} by ${titleOf(method)}${partsOf(method, current)}.`);
+  say(`${chosen.kept === current ? ' (selected)' : ''}: ${short(method.values[current])} by ${titleOf(method)}${partsOf(method, current)}.`);
   const tell = (verb, values) => {
     const [best] = strongest(values, 1);
     if (best === undefined) return;

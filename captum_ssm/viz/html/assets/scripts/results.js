@@ -33,7 +33,7 @@ function showRows() {
   }
   const said = rows.map(({ name, values }) => `${name} ${short(values[token])}`).join(', ');
   const quoted = make('bdi', {}, words.labels[token]);
-  byId('status').replaceChildren(`Token ${token} “`, quoted, `”${chosen.kept ? ' (kept)' : ''}: ${said}.`);
+  byId('status').replaceChildren(`Token ${token} “`, quoted, `”${chosen.kept ? ' (selected)' : ''}: ${said}.`);
 }
 
 /** A heading with the end of the colors. */

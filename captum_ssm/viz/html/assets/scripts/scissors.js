@@ -389,7 +389,7 @@ class Scissors {
     const estimated = `${rough ? '≈ ' : ''}${short(-effect)}`;
     const parts = [
       [make('b', {}, ...this.named(index)), `, layer ${layer}`],
-      further ? ['this cut too changes the score of ', make('bdi', {}, this.answer), ' by ', make('b', {}, short(this.change(index)))]
+      further ? ['cutting it too changes the score of ', make('bdi', {}, this.answer), ' by ', make('b', {}, short(this.change(index)))]
         : ['cutting it changes the score of ', make('bdi', {}, this.answer), ' by ', make('b', {}, alone)],
       [`${further ? `cut alone ${alone}, ` : ''}estimate ${estimated}`],
       obstacle ?? [this.cuts.includes(index) ? 'Click to restore' : 'Click to cut'],
