@@ -2,14 +2,14 @@
 
 /* Small pictures of many numbers. */
 
-/** The theme's colors as numbers, for canvases, or those of a `kind` such as "-on-image". */
+/** Return the theme's colors as numbers, of a `kind` such as "-on-image". */
 function palette(kind = '') {
   const style = getComputedStyle(document.documentElement);
   const numbers = (name) => style.getPropertyValue(name).trim().split(/\s+/).map(Number);
   return { more: numbers(`--more${kind}`), less: numbers(`--less${kind}`) };
 }
 
-/** What is painted where there is no number: grey. */
+/** The color of missing numbers: gray. */
 const NO_NUMBER = [128, 128, 128, 255];
 
 /** Fill a canvas of width x height cells with values in rows; opaque is the largest. */
@@ -29,13 +29,13 @@ function paintCells(canvas, values, width, height, largest, densest = 0.9, color
   context.putImageData(image, 0, 0);
 }
 
-/** Cells that a strip has at most; narrower ones would not be seen. */
+/** The most cells of a strip; narrower cells would be invisible. */
 const STRIP = 320;
 
-/** The square root of a value's share, so that of long texts more than the strongest is seen. */
+/** Return the square root of a value's share, which makes weak values visible. */
 const shadeOf = (value, largest) => Math.sign(value) * Math.sqrt(Math.abs(value) / (largest || 1));
 
-/** Fill a canvas with a row of values, the strongest of neighbours where there are many. */
+/** Fill a canvas with a row of values, or with the strongest of several neighbors. */
 function paintStrip(canvas, values, largest, roots) {
   const cell = Math.ceil(values.length / STRIP);
   const cells = [];
@@ -46,7 +46,7 @@ function paintStrip(canvas, values, largest, roots) {
   else paintCells(canvas, cells, cells.length, 1, largest);
 }
 
-/** The strongest entry of a strip's values in the cell that an event is at. */
+/** Return the index of the strongest value in the strip's cell below a pointer event. */
 function stripIndex(canvas, event, values) {
   const cell = Math.ceil(values.length / STRIP);
   const start = cellAt(canvas, event, 1, Math.ceil(values.length / cell))[1] * cell;

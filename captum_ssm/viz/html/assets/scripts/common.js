@@ -1,13 +1,13 @@
 'use strict';
 
-/* What pages share: elements, tokens, the keys among them, colors of values, and the theme. */
+/* Code of all pages: elements, tokens, keys, colors of values, and the theme. */
 
-/** Texts of more tokens than this are shown by sentences, and in square roots. */
+/** Texts with more tokens than this show sentences and square roots. */
 const LONG = 100;
 
 const byId = (id) => document.getElementById(id);
 
-/** Bytes of the page's blocks of data, by their ids, and one of these, its facts. */
+/** The page's data blocks as bytes by id, and the block of facts. */
 const BLOCKS = {};
 let FACTS = null;
 
@@ -26,7 +26,7 @@ async function unpack(begin) {
   begin();
 }
 
-/** An element with properties, and texts or elements in it; never markup. */
+/** Make an element with properties and children; strings become text, never markup. */
 function make(tag, properties = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
   element.append(...children);
@@ -38,12 +38,12 @@ function sumToldOf({ sum }) {
   return sum ? [make('span', { className: sum.adds_up ? 'sum' : 'sum off' }, sum.told)] : [];
 }
 
-/** A token of a text. */
+/** Make the element of a token. */
 function makeToken(title, ...content) {
   return make('span', { className: 'token', title }, ...content);
 }
 
-/** Tokens in lines: Tab comes to one of them, and keys go on from there. */
+/** Tokens in lines: Tab focuses one of them, and arrow keys move the focus. */
 class TokenLines {
   constructor(direction) {
     this.direction = direction;
@@ -51,7 +51,7 @@ class TokenLines {
     this.reachable = 0;
   }
 
-  /** A token that can be pressed. */
+  /** Add a token that works as a button. */
   add(label, title) {
     const element = makeToken(title, label);
     element.dataset.index = this.elements.length;
@@ -62,13 +62,13 @@ class TokenLines {
     this.elements.push(element);
   }
 
-  /** Join tokens to the ones before, and set marks that are no text apart. */
+  /** Remove gaps within words, and mark special tokens. */
   join(joined, marks) {
     for (const index of joined) this.elements[index].classList.add('joined');
     for (const index of marks) this.elements[index].classList.add('mark');
   }
 
-  /** Tokens as a text in lines: what is copied has its spaces, and no word is broken. */
+  /** Lay tokens out in lines; copied text has spaces, and no word is broken. */
   lay(indices, joined, breaks) {
     const [glued, ends] = [new Set(joined), new Set(breaks)];
     const flow = make('div', { className: 'flow', dir: this.direction });
@@ -80,7 +80,7 @@ class TokenLines {
     return flow;
   }
 
-  /** Go where a key leads from a token; whether it leads anywhere. */
+  /** Move the focus by a key; return false for other keys. */
   go(key, index) {
     const last = this.elements.length - 1;
     const step = this.direction === 'rtl' ? -1 : 1;
@@ -93,7 +93,7 @@ class TokenLines {
     return true;
   }
 
-  /** The token in the line above (-1) or below (1) that lies nearest. */
+  /** Return the nearest token in the line above (-1) or below (1). */
   beside(index, step) {
     const from = this.elements[index].getBoundingClientRect();
     const middle = from.left + from.width / 2;
@@ -109,7 +109,7 @@ class TokenLines {
     return best;
   }
 
-  /** Make this token the one that Tab comes to. */
+  /** Let Tab focus this token. */
   reach(index) {
     this.elements[this.reachable].tabIndex = -1;
     this.reachable = index;
@@ -126,7 +126,7 @@ class TokenLines {
 /** Steps from no tint to the densest. */
 const LEVELS = 64;
 
-/** A background for a value: purple above zero, brown below, the denser the larger. */
+/** Return a value's background: purple above zero, brown below, denser if larger. */
 function tint(value, largest) {
   if (!value || !largest) return '';
   const level = Math.round(Math.min(1, Math.abs(value) / largest) * LEVELS);
@@ -134,7 +134,7 @@ function tint(value, largest) {
   return `rgb(var(${value > 0 ? '--more' : '--less'}) / calc(var(--densest) * ${level / LEVELS}))`;
 }
 
-/** The bar of a value, from zero to it, on a scale from what is lowest to what is highest. */
+/** Make a bar from zero to a value, on a scale from `low` to `high`. */
 function bar(value, low, high) {
   const made = make('span', { className: 'bar' });
   if (value && high > low) {

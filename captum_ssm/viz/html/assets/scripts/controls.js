@@ -5,18 +5,18 @@
 /** The most suggested classes at a time; a vocabulary may have many. */
 const SUGGESTED = 100;
 
-/** Offer the texts that hold what is typed. */
+/** Suggest the texts that contain the typed letters. */
 function suggest(list, texts, typed) {
   const fitting = texts.filter((text) => text.toLowerCase().includes(typed.toLowerCase()));
   list.replaceChildren(...fitting.slice(0, SUGGESTED).map((value) => make('option', { value })));
 }
 
-/** More methods than this are not shown side by side. */
+/** The most methods side by side. */
 const MOST_METHODS = 4;
 
 /** One of the methods that are shown, with its arguments. */
 class MethodChoice {
-  /** `number` counts from 0; `remove` is called to take it away, and is none of the first. */
+  /** `number` counts from 0; `remove` removes the method, and is null for the first. */
   constructor(config, number, [name, values], remove) {
     this.config = config;
     this.values = { [name]: { ...values } }; // by method, what its arguments were set to
@@ -103,7 +103,7 @@ class Controls {
     this.#showClasses();
   }
 
-  /** The filter, as the server wants it. */
+  /** Return the filter in the server's form. */
   read() {
     this.#addClass();
     const [[name, values], ...beside] = this.methods.map((method) => method.read());
@@ -117,7 +117,7 @@ class Controls {
     };
   }
 
-  /** Methods are numbered anew when one is taken away. */
+  /** Add a method; the numbers change when a method is removed. */
   #addMethod(chosen) {
     const number = this.methods.length;
     const remove = () => {
@@ -179,7 +179,7 @@ class Controls {
   }
 }
 
-/** By kind of argument: its field, and a function that reads it. */
+/** Make the field of an argument, and a function that reads it, by kind. */
 const KINDS = {
   number(kind, value) {
     const [min, max] = kind.limit;

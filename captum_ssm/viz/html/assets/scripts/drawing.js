@@ -1,16 +1,16 @@
 'use strict';
 
-/* Examples as elements. Whatever comes from data or a model is set as text, never as markup. */
+/* Examples as elements. Strings from data or a model are set as text, never as markup. */
 
-/** Characters that have no picture, or that turn the direction of others. */
+/** Characters that are invisible, or change the direction of others. */
 const UNSEEN = /[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\u115f\u1160\u3164\uffa0]/u;
 const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/u;
 
-/** An emoji may be several joined ones, anything else is cut into its characters. */
+/** Matches one character, or an emoji that joins several. */
 const PICTURE = String.raw`\p{Extended_Pictographic}\ufe0f?`;
 const CHARACTERS = new RegExp(`${PICTURE}(?:\u200d${PICTURE})*|[^]`, 'gu');
 
-/** A text as pairs of a character and whether it has to be spelled out. */
+/** Split a text into pairs: a character, and true if it is written as an escape. */
 function characters(text) {
   return (text.match(CHARACTERS) ?? []).map((c) => {
     const spell = UNSEEN.test(c) && Array.from(c).length === 1;
@@ -18,7 +18,7 @@ function characters(text) {
   });
 }
 
-/** A text in which every character is seen. */
+/** Return a text with invisible characters as escapes. */
 function readable(text) {
   return characters(text).map(([shown]) => shown).join('');
 }
@@ -82,7 +82,7 @@ function laidOut({ base }) {
   return Array.isArray(base) ? { labels: base, joined: [], breaks: [], marks: [] } : base;
 }
 
-/** Words on backgrounds colored by percentages; parts of one have no gap between them. */
+/** Color words by percentages, without gaps within a word. */
 function wordsOf(feature, percents, says) {
   const { labels, joined, breaks, marks } = laidOut(feature);
   const words = labels.map((word, i) => {
@@ -143,7 +143,7 @@ function drawFeature(feature, rasters) {
   return make('div', {}, make('h4', {}, readable(feature.name)), ...drawn);
 }
 
-/** The words of a text once more for each role, on one scale. */
+/** Show the words of a text for each role, on one scale. */
 function drawRoles({ roles, feature_outputs: [text] }) {
   const names = Object.keys(roles);
   if (!names.length) return [];

@@ -2,11 +2,11 @@
 
 /* Answers, and the sources of their words and sentences; generated.py packs the rows. */
 
-/** Values of a row are whole numbers of this share of its largest. */
+/** The integer that stands for the largest value of a row. */
 const ROW_STEPS = 32767;
 /** How many of the strongest words are listed. */
 const LISTED = { prompt: 6, answer: 3 };
-/** How many of them are named in a sentence. */
+/** How many of the strongest words a sentence names. */
 const NAMED = 3;
 
 /** The chosen example and word ({side, index}, or null for the whole answer), and whether the word
@@ -228,7 +228,7 @@ function sayHops() {
   byId('hops-said').textContent = ['not at all', 'once'][chosen.hops] || `${chosen.hops} times`;
 }
 
-/** All of the chosen example. */
+/** Show the chosen example. */
 function showExample() {
   const example = FACTS.examples[chosen.example];
   answer = new Answer(example);

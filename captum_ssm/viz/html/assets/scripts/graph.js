@@ -2,10 +2,10 @@
 
 /* The attribution graph: tokens below, a row for each layer, the explained output on top. */
 
-/** Pixels between few rows, and between more than so many. */
+/** Pixels between few rows, and between more than MANY rows. */
 const ROWS = [64, 44];
 const MANY = 6;
-/** Pixels around the picture, of a turned word's column, and of words left out. */
+/** Pixels of the margin, of a rotated word's column, and of omitted words. */
 const MARGIN = 18;
 const TURNED = 17;
 const GAP = 9;
@@ -16,7 +16,7 @@ const WORDS = 40;
 const RADII = [2.5, 8];
 const HIT = 11;
 const WIDTHS = [0.75, 7];
-/** Characters of a label. */
+/** The most characters of a label. */
 const LABEL = 16;
 /** A wide picture shrinks down to this share, and then scrolls. */
 const LEAST = 0.8;
@@ -40,7 +40,7 @@ const cutLabel = (text) => {
 
 const rowName = (module) => module.split('.').slice(-2).join('.');
 
-/** A function that says how wide a label is. */
+/** Return a function that measures a label's width. */
 function ruler(element) {
   const context = make('canvas').getContext('2d');
   context.font = `12px ${getComputedStyle(element).fontFamily}`;
@@ -119,7 +119,7 @@ class Flow {
     return kind === 'target' ? 'the explained output' : `${this.rows[row - 1]} at ${at}`;
   }
 
-  /** The lines that lead into a dot, the strongest first. */
+  /** Return the lines that end in a dot, strongest first. */
   into(index) {
     const found = this.links.filter(({ target }) => target === index);
     return found.sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight));
@@ -241,7 +241,7 @@ class Flow {
     return found.length ? found[0].at : index;
   }
 
-  /** Make this dot the one that Tab comes to. */
+  /** Let Tab focus this dot. */
   reach(index) {
     this.dots[this.reachable].setAttribute('tabindex', -1);
     this.reachable = index;
@@ -315,7 +315,7 @@ class Flow {
   }
 }
 
-/** A row of a table's head; a column is a name, a name over two columns, or a number's name. */
+/** Make a table's head; each column has a name and properties. */
 function headOf(...columns) {
   const cells = columns.map(([text, looks]) => make('th', { scope: looks.colSpan ? 'colgroup' : 'col', ...looks }, text));
   return make('thead', {}, make('tr', {}, ...cells));
@@ -339,7 +339,7 @@ function graphHolders() {
   ];
 }
 
-/** The graph of an example and its strongest path, or why there is none. */
+/** Show an example's graph and its strongest path, or the reason for no graph. */
 function showGraph(holder, example) {
   const { tokens, graph } = example;
   const { rows, nodes, path, obstacle } = graph;

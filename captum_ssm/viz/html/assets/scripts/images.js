@@ -16,7 +16,7 @@ const NO_STEP = -128;
 /** The width of a line around patches, in pixels of the screen. */
 const OUTLINE = 2;
 
-/** A raster as cells: values by rows, and the largest that is not cut off. */
+/** Decode a raster: values by rows, and the end of the color scale. */
 function cellsOf({ rows, columns, steps }) {
   const values = Float32Array.from(atob(steps), (character) => {
     const step = (character.charCodeAt(0) << 24) >> 24; // a byte with its sign
@@ -39,7 +39,7 @@ function strongestShare(values, share) {
   return kept;
 }
 
-/** The border of some cells, drawn inside of them; lines of neighbours meet. */
+/** Return the border of some cells, inside of the cells; lines of neighbors meet. */
 function borderOf(inside, { rows, columns }, cell, inset) {
   const border = new Path2D();
   const line = (x, y, toX, toY) => {
@@ -64,7 +64,7 @@ function borderOf(inside, { rows, columns }, cell, inset) {
   return border;
 }
 
-/** Outlines of the cells that matter, in a white halo: one of the two is seen on any image. */
+/** Paint outlines of the strongest cells, with a white halo for dark images. */
 function paintOutlines(canvas, cells) {
   const { rows, columns, values } = cells;
   const kept = strongestShare(values, INSIDE);
@@ -121,7 +121,7 @@ class OverImages {
     else paintCells(canvas, values, columns, rows, largest, 1, palette('-on-image'));
   }
 
-  /** Where the scale of pixels ends, if they are painted; else null. */
+  /** Return the end of the color scale of painted pixels; else null. */
   endOf(pixels) {
     return this.manner === 'pixels' && pixels ? pixels.largest : null;
   }

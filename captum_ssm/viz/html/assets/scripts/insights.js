@@ -56,7 +56,7 @@ function summary({ examples, searched, ended, labelled }) {
   return `${one(examples.length, 'example')} of ${searched} searched.${few}${none}${end}`;
 }
 
-/** Paint the relevance of images in the manner that is chosen. */
+/** Paint the relevance of images in the chosen form. */
 function layOverImages() {
   const canvases = [...byId('examples').querySelectorAll('.stack > canvas')];
   canvases.forEach((canvas) => canvas.lay());

@@ -2,9 +2,9 @@
 
 /* Relevance at each layer's input, and token-to-token maps. */
 
-/** Axes of at most so many tokens, or layers, have names. */
+/** Axes of up to this number of tokens or layers have names. */
 const NAMED = 40;
-/** Columns that a picture has at most; of more, neighbours are one. */
+/** The most columns of a picture; further columns are merged. */
 const COLUMNS = 640;
 
 /** Relevance at each layer's input; answers.py packs the bytes. */
@@ -30,7 +30,7 @@ class Entering {
     return made;
   }
 
-  /** Cells of a picture of some tokens in rows, the last layer on top: their width, and the strongest of each. */
+  /** Return a picture's cells for some tokens, the last layer on top, each with its strongest value. */
   cells(first, last) {
     const cell = Math.ceil((last - first) / COLUMNS);
     const width = Math.ceil((last - first) / cell);
@@ -45,7 +45,7 @@ class Entering {
   }
 }
 
-/** Blocks that were read, so that switching back and forth does not read them again. */
+/** Cached blocks. */
 const entered = new Map();
 
 /** Return a view's relevance at each layer's input, or null. */
@@ -58,10 +58,10 @@ function enteringOf({ streams }, size) {
   return other ? one.less(other) : one;
 }
 
-/** What tokens are called along an axis: patches by row and column alone. */
+/** Return the names of tokens along an axis; patches have row and column. */
 const axisNames = (tokens) => tokens.map((token) => token.replace(/^row (\d+), column (\d+)$/, '$1, $2'));
 
-/** Write names beside a picture's rows and below its columns, where they are few. */
+/** Write names beside a picture's rows and columns if there are few. */
 function nameAxes(chart, rows, columns) {
   const fill = (holder, names) => {
     const few = names.length <= NAMED;
@@ -74,14 +74,14 @@ function nameAxes(chart, rows, columns) {
   chart.style.setProperty('--columns', columns.length <= NAMED ? columns.length : 0);
 }
 
-/** Put a line of a picture in the middle of one of its rows or columns, or nowhere. */
+/** Move a line of a picture to the middle of a row or column, or hide it. */
 function placeLine(chart, name, index, count) {
   const line = chart.querySelector(`.${name}`);
   line.hidden = index === null;
   if (index !== null) line.style[name === 'row' ? 'top' : 'left'] = `${(100 * (index + 0.5)) / count}%`;
 }
 
-/** The row and the column of a picture that an event is at. */
+/** Return the row and column of a picture at a pointer event. */
 function cellAt(canvas, event, rows, columns) {
   const box = canvas.getBoundingClientRect();
   const at = (place, start, length, count) =>
@@ -101,11 +101,11 @@ function paintEntering(chart, entering, names) {
   markSentences(canvas);
 }
 
-/** The picture of a layer's map. */
+/** Paint a layer's map. */
 function paintMap(chart, map, names) {
   const { index, side, size } = map.facts;
   const canvas = chart.querySelector('canvas');
-  // by square roots: most entries are far smaller than the largest
+  // square roots, because most entries are far smaller than the largest
   const shades = map.overview().map((value) => shadeOf(value, 1));
   paintCells(canvas, shades, side, side, 1, 1);
   canvas.setAttribute('aria-label', `The map of layer ${index}: ${size} by ${size} tokens`);

@@ -1,11 +1,11 @@
 'use strict';
 
-/* Token-to-token maps; packing.py says how their bytes lie. */
+/* Token-to-token maps; packing.py packs the bytes. */
 
-/** Values are whole numbers of this share of the largest. */
+/** The integer that stands for the largest value. */
 const STEPS = 127;
 
-/** One layer's map; its bytes are read when it is first looked at. */
+/** One layer's map; its bytes are read when the map is first shown. */
 class LayerMap {
   constructor(facts) {
     this.facts = facts;
@@ -65,12 +65,12 @@ class LayerMap {
     return column;
   }
 
-  /** The share of row i's absolute sum that is kept. */
+  /** Return the stored share of row i's absolute sum. */
   share(i) {
     return this.read().shares[i];
   }
 
-  /** The overview's cells, in shares of the map's largest entry. */
+  /** Return the overview's cells as shares of the map's largest entry. */
   overview() {
     const { overview, values, scales } = this.read();
     if (overview.length) return Float32Array.from(overview, (value) => value / STEPS);

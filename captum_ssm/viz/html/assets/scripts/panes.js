@@ -1,10 +1,10 @@
 'use strict';
 
-/* Texts in panes that scroll: words that are pointed at, one of which has the focus. */
+/* Texts in scrolling panes, whose words react to pointer and keys. */
 
-/** The words of a text, and the sentences they are in. */
+/** The words of a text, and their sentences. */
 class Pane extends TokenLines {
-  /** `act(kind, index)` is told "point" and "keep", of a word. */
+  /** `act(kind, side, index)` is called with "point" or "keep" for a word. */
   constructor(holder, { labels, joined, breaks, marks, direction, sentences }, side, act) {
     super(direction);
     this.side = side;
@@ -21,7 +21,7 @@ class Pane extends TokenLines {
     this.act = act;
   }
 
-  /** The words that stand in one sentence with this one. */
+  /** Return the words of a word's sentence. */
   sentenceOf(index) {
     return this.where((i) => this.sentences[i] === this.sentences[index]);
   }
@@ -30,13 +30,13 @@ class Pane extends TokenLines {
     return this.labels.map((_, i) => i).filter(belongs);
   }
 
-  /** What some words read. */
+  /** Return the text of some words. */
   read(indices) {
     const glued = (i) => this.elements[i].classList.contains('joined');
     return indices.map((i, n) => (n && !glued(i) ? ' ' : '') + this.labels[i]).join('');
   }
 
-  /** Let a holder's handlers tell the pane that is in it of what happens to its words. */
+  /** Listen to a holder's events, and pass them to its present pane. */
   static listen(holder, pane) {
     const indexOf = (event) => {
       const element = event.target.closest('.token');
@@ -61,21 +61,21 @@ class Pane extends TokenLines {
     });
   }
 
-  /** What a key does on a word; whether it did anything. */
+  /** Handle a key on a word; return true if the key has an effect. */
   press(key, index) {
     if (key !== 'Enter' && key !== ' ') return this.go(key, index);
     this.act('keep', this.side, index);
     return true;
   }
 
-  /** Scroll a word into view, and mark it until another is. */
+  /** Scroll a word into view, and mark only this word. */
   find(index) {
     for (const element of document.querySelectorAll('.found')) element.classList.remove('found');
     this.elements[index].classList.add('found');
     this.elements[index].scrollIntoView({ block: 'nearest' });
   }
 
-  /** Color the words by values, or by nothing, and mark those that are chosen, or kept. */
+  /** Color the words by values or not at all, and mark chosen and kept words. */
   paint(values, largest, current, kept) {
     this.elements.forEach((element, index) => {
       const color = values ? tint(values[index], largest) : '';

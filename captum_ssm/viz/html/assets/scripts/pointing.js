@@ -57,12 +57,12 @@ function listenToChart(chart, cell) {
   });
 }
 
-/** Tokens that strips and the picture of layers show: the first, and the one behind the last. */
+/** The range of tokens in strips and layers: the first, and the end, which is excluded. */
 let zoom = [0, 0];
-/** Of a long text at least so many, and marks of at most so many sentences. */
+/** The fewest shown tokens of a long text, and the most marked sentences. */
 const CLOSEST = 20;
 const MARKS = 60;
-/** A pointer that moves by so many pixels drags. */
+/** The pixels after which a movement is a drag. */
 const DRAGGED = 8;
 
 /** Show only about these tokens. */
@@ -74,7 +74,7 @@ function zoomTo(start, end) {
   byId('zoomed').textContent = count === size ? `all ${size} tokens` : `tokens ${first} to ${first + count - 1}`;
 }
 
-/** Halve the tokens that are shown, around the one that is kept or is strongest; or double them. */
+/** Zoom in around the kept or strongest token, or zoom out. */
 function zoomBy(factor) {
   const [best] = strongest(shadesOf(view()), 1);
   const middle = factor > 1 ? (zoom[0] + zoom[1]) / 2 : (chosen.kept ?? best ?? 0);

@@ -26,8 +26,8 @@ function usableMap() {
   return map && map.size === example().tokens.length ? map : null;
 }
 
-/** What was done to a token: "point", "keep", "jump", or "layer" by a step; `about` has the box that
- * is pointed at and what is said of it, where it is not the token itself.
+/** React to "point", "keep" or "jump" of a token, or "layer" with a step; `about` has the tooltip's
+ * box and content if they differ from the token's.
  */
 function act(kind, index, about = null) {
   if (kind === 'layer') {
@@ -84,7 +84,7 @@ function titleOf({ name, whole }) {
   return whole ? `${whole.name}, as ${name}` : name;
 }
 
-/** The question that a method answers above its name, or the name alone. */
+/** Return a method's question and name, or only its name. */
 function calledBy({ name, question }) {
   return question ? [question, make('small', {}, name)] : [name];
 }
@@ -117,7 +117,7 @@ function showPartnersOf(index) {
   showPartners(byId('takers'), names, map.column(index));
 }
 
-/** What the colors mean. */
+/** Explain the colors. */
 function showLegend() {
   const largest = overImages.endOf(view().pixels) ?? endOf(view());
   byId('most').textContent = short(largest);
@@ -128,7 +128,7 @@ function showLegend() {
   byId('shown').textContent = `Background: relevance by ${titleOf(view())}.${ownEntry(view())}${bars}${roots}`;
 }
 
-/** Lay a view's relevance over an image whose tokens are patches. */
+/** Paint a view's relevance over an image whose tokens are patches. */
 function paintImage(canvas, view) {
   const { grid: [rows, columns], cells } = example().image;
   const values = shadesOf(view);
@@ -212,7 +212,7 @@ function showLines(current, map) {
   placeLine(chart, 'column', inside ? current - zoom[0] : null, zoom[1] - zoom[0]);
 }
 
-/** The pictures of the tokens that are zoomed to. */
+/** Redraw the pictures after a zoom. */
 function showZoomed() {
   paintMethods();
   showEntering();
@@ -231,7 +231,7 @@ function showEntering() {
   paintEntering(byId('entering').querySelector('.chart'), entering, names);
 }
 
-/** The map's layers, the first time and when the map changes. */
+/** Show a newly chosen map. */
 function showMap() {
   const { maps, start } = example();
   const map = maps[chosen.map];
@@ -320,7 +320,7 @@ function showMethods() {
   paintMethods();
 }
 
-/** The methods' strips, in the colors of the theme. */
+/** Paint the methods' strips in the theme's colors. */
 function paintMethods() {
   const { image, tokens: names } = example();
   const canvases = byId('methods').querySelectorAll('canvas');
@@ -338,7 +338,7 @@ function showNumbers() {
   holder.replaceChildren(...(byId('numbers').open ? [numbersTable(example(), views)] : []));
 }
 
-/** All of the chosen example. */
+/** Show the chosen example. */
 function showExample() {
   const { maps, image, asked } = example();
   Object.assign(chosen, { answer: asked, against: null, layer: null, pointed: null, kept: null });
@@ -360,7 +360,7 @@ function showExample() {
   showBest();
 }
 
-/** The graph, or why there is none. */
+/** Show the graph, or the reason for no graph. */
 function showFlow(section, { graph: { nodes, obstacle } }) {
   section.hidden = !nodes.length && obstacle === null;
   showGraph(section.querySelector('.graph'), example());

@@ -36,7 +36,7 @@ function showRows() {
   byId('status').replaceChildren(`Token ${token} “`, quoted, `”${chosen.kept ? ' (selected)' : ''}: ${said}.`);
 }
 
-/** A heading with the end of the colors. */
+/** Make a heading with the strongest value. */
 function headed(name, strongest, note) {
   const scale = make('span', { className: 'scale' }, ` strongest ${short(strongest)}. ${note}`);
   return make('h2', {}, name, scale);
@@ -57,7 +57,7 @@ function makeRows() {
   );
 }
 
-/** Pictures, in the colors of the theme. */
+/** Paint pictures in the theme's colors. */
 function paintPictures() {
   const { maps, layers } = example();
   byId('maps').replaceChildren(

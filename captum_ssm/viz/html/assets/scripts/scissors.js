@@ -8,7 +8,7 @@ const SCISSORS = 'M-5 4.2 4.2-4.6M-5-4.2 4.2 4.6M5.2 2.9a2 2 0 1 1 1.4 3.6 2 2 0
 const WHOLE = 32;
 /** With letters smaller than this, in pixels, tokens are in a column. */
 const SMALLEST = 14;
-/** Widths of arcs, in pixels: the thinnest, the thickest in a line and in a column, and of all together. */
+/** Pixels of arcs: the thinnest, the thickest for text in a line or a column, and the sum of all. */
 const ARCS = { thinnest: 1.6, line: 15, column: 10, together: 60 };
 /** Pixels from one bar to the next. */
 const BAR = 31;
@@ -89,7 +89,7 @@ class Scissors {
     return found ? found[0] - this.state(cuts)[0] : this.states[index][0] - this.states[''][0];
   }
 
-  /** Why a message cannot be cut now, or null. */
+  /** Return the reason why a message cannot be cut now, or null. */
   obstacle(index) {
     if (this.cuts.includes(index) || this.state([...this.cuts, index])) return null;
     if (this.cuts.length > 1) return ['At most two messages can be cut together. Restore one first.'];
@@ -227,7 +227,7 @@ class Scissors {
     });
   }
 
-  /** The arc nearest to the pointer: many end at one word, where areas to hit would cover others. */
+  /** Return the arc nearest to the pointer; arcs that share a word overlap there. */
   nearest(event) {
     const box = this.svg.getBoundingClientRect();
     const [x, y] = [event.clientX - box.left, event.clientY - box.top];
@@ -239,7 +239,7 @@ class Scissors {
     return best;
   }
 
-  /** Place words and arcs, anew where the room changes. */
+  /** Place words and arcs again if the width changes. */
   layOut() {
     const { stage, prompt, rows } = this;
     if (!rows?.length || stage.hidden || stage.clientWidth === this.width) return;
@@ -254,7 +254,7 @@ class Scissors {
       column = size < SMALLEST;
       if (!column) prompt.style.fontSize = `${size}px`;
     }
-    // in the middle by a margin, so that words stay where they are beside another answer
+    // centered by a margin, so that words do not move if the answer changes
     if (!column) prompt.style.marginInlineStart = `${Math.max(0, (stage.clientWidth - prompt.offsetWidth) / 2)}px`;
     card.classList.toggle('tall', column);
     this.column = column;
@@ -274,7 +274,7 @@ class Scissors {
     const box = stage.getBoundingClientRect();
     const places = new Map([...this.words].map(([token, word]) => [token, word.getBoundingClientRect()]));
     const boxes = [...places.values()];
-    // along the words lie `u`, and away from them, from the edge on, `h`
+    // `u` is the position along the words, `h` the distance from them
     const edge = column ? Math.max(...boxes.map((each) => each.right)) - box.left + 6 : boxes[0].top - box.top - 2;
     const room = column ? Math.min(box.width - edge - 16, 420) : edge - 16;
     const middle = (token) => {
@@ -282,7 +282,7 @@ class Scissors {
       return column ? (top + bottom) / 2 - box.top : (left + right) / 2 - box.left;
     };
     const at = (u, h) => (column ? `${(edge + h).toFixed(1)} ${u.toFixed(1)}` : `${u.toFixed(1)} ${(edge - h).toFixed(1)}`);
-    // a layer of many arcs has more room
+    // a layer with many arcs gets more room
     const crowds = layers.map((layer) => Math.sqrt(rows.filter((row) => row.layer === layer).length));
     const crowd = crowds.reduce((one, other) => one + other);
     let begin = 0;
@@ -301,7 +301,7 @@ class Scissors {
       arc.height = low + free + Math.max(0, size - free - arc.width / 2 - 6) * Math.sqrt(length(row) / Math.max(1, far));
       if (row.source === row.target) arc.height = 17;
     });
-    // ends of arcs stand beside each other, so that nested ones do not cross
+    // ends of arcs are side by side, so that nested arcs do not cross
     for (const [token] of this.words) {
       const ends = [];
       rows.forEach(({ source, target }, index) => {
@@ -344,7 +344,7 @@ class Scissors {
     this.weigh();
   }
 
-  /** Lines between layers, and the numbers of those that have room. */
+  /** Paint lines between layers, and layer numbers if there is room. */
   paintBands(layers, bands, edge, width, bottom) {
     let named = -Infinity;
     const lines = layers.flatMap((layer, index) => {
@@ -548,7 +548,7 @@ class Scissors {
     }
   }
 
-  /** All messages as rows, each with a button. */
+  /** Fill the table of messages, each with a button. */
   list() {
     const cell = (...content) => make('td', {}, ...content);
     const number = (text) => make('td', { className: 'number' }, text);
@@ -571,5 +571,5 @@ class Scissors {
 /** Style properties that a copied picture keeps. */
 const LOOKS = ['fill', 'stroke', 'stroke-width', 'stroke-dasharray', 'stroke-linecap', 'opacity', 'font', 'text-anchor'];
 
-/** Half as wide as the head of an arc. */
+/** Return half the width of an arc's head. */
 const arrowOf = (width) => Math.max(3.4, width / 2 + 3);

@@ -1,6 +1,6 @@
 'use strict';
 
-/* Numbers, and tables of them: predictions, partners of a token, and all numbers. */
+/* Numbers and tables of numbers. */
 
 /** Write a share in percent with one digit; shares near 0 or 1 get < or >. */
 function percent(share) {
@@ -9,7 +9,7 @@ function percent(share) {
   return `${(100 * share).toFixed(1)}%`;
 }
 
-/** A number in few digits. */
+/** Write a number with few digits. */
 function short(value) {
   if (value === null) return '–';
   if (value === 0) return '0';
@@ -18,7 +18,7 @@ function short(value) {
   return (value > 0 ? '+' : '') + digits.replace('e+', 'e').replaceAll('-', '−');
 }
 
-/** How many partners of a token are named. */
+/** The number of listed sources and receivers of a token. */
 const PARTNERS = 6;
 
 /** Replace the rows of a table's body; a cell is text, a value (number or null), or {number}. */
@@ -35,7 +35,7 @@ function cellOf(cell) {
   return make('td', {}, make('bdi', {}, cell));
 }
 
-/** The tokens with the largest values. */
+/** List the tokens with the largest values. */
 function showPartners(table, tokens, values) {
   const best = strongest(values, PARTNERS);
   fillRows(

@@ -66,7 +66,7 @@ class TokenView extends TokenLines {
     this.picture.append(layer);
   }
 
-  /** Let handlers of the page's two token containers know which token an event is about. */
+  /** Listen to a container's events, and find the token of each event. */
   static listen(container, view) {
     const indexOf = (event) => {
       const element = event.target.closest('.token');
@@ -74,7 +74,7 @@ class TokenView extends TokenLines {
     };
     container.addEventListener('pointerover', (event) => {
       const index = indexOf(event);
-      // between tokens the latest one stays
+      // between tokens the last one stays
       if (index !== null && event.pointerType !== 'touch') view().act('point', index);
     });
     container.addEventListener('pointerleave', () => view().act('point', null));
@@ -116,7 +116,7 @@ class TokenView extends TokenLines {
     this.text.scrollTop += own.top + own.height / 2 - box.top - box.height / 2;
   }
 
-  /** Color the tokens by values up to the largest, and bars below them by others, or by none. */
+  /** Color the tokens by `values`, and the bars below them by `bars`, or by none. */
   paint(values, largest, bars, current, kept) {
     const highest = bars ? largestOf(bars) : 0;
     this.elements.forEach((element, index) => {
