@@ -262,7 +262,7 @@ def _said_of_edges(found: list[Held], names: Any, known: Outline) -> list[str]:
     return [
         *([f"Probabilities: {', '.join(chances)}."] if chances else []),
         "The output falls by these numbers when each of the strongest messages is cut:",
-        *_table(("layer", "from", "to", "estimated", "true"), rows),
+        *_table(("layer", "from", "to", "estimated", "measured"), rows),
         *([_FIRST_ORDER] if any(edge.first_order for edge, _ in found) else []),
     ]
 

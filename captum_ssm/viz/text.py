@@ -87,7 +87,7 @@ def plot_text(
     for name, scores in found.items():
         if asking is not None and holds_identity(name):
             entry = float(scores[asking])
-            named[name] += f" without {names[asking]}'s own value, {entry:.3g},"
+            named[name] += f", without query token “{names[asking]}” ({entry:.3g})"
             scores[asking] = 0.0
             if float(scores.abs().max()) > _NOTHING * abs(entry):
                 ends[name] = scores

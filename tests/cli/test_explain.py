@@ -74,7 +74,7 @@ def test_numbers_are_those_of_the_methods(tmp_path: Path, run: Run) -> None:
             own = method is ImplicitAttentionRollout
             expected[-1] *= not own  # mostly the identity
             best = text.split()[np.abs(expected).argmax()]
-            left_out = f" (without token {len(ids[0]) - 1}'s own value, " if own else ": "
+            left_out = f" (without query token {len(ids[0]) - 1}, " if own else ": "
             line = next(x for x in printed.splitlines() if x.startswith(f"  {method.name}"))
             assert line.startswith(f"  {method.name}{left_out}")
             assert line.split(": ", 1)[1].startswith(f"{best} (")

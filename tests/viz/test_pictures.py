@@ -99,7 +99,7 @@ def test_the_identity_is_white_if_the_asking_token_is_named() -> None:
     flow, row = ([patch.get_facecolor() for patch in axis.patches] for axis in axes)
     white = plot_text(["a", "b", "c"], {"it": torch.tensor([0.2, -0.1, 0.0])})[1][0]
     assert row == [patch.get_facecolor() for patch in white.patches] != flow
-    assert "without c's own value, 5," in axes[1].get_title(loc="left")
+    assert "without query token “c” (5)" in axes[1].get_title(loc="left")
     assert float(scores[2]) == 5.0
     # beside an identity that is far larger all else is pale
     pale = plot_text(["a", "b"], {"MambaAttribution": torch.tensor([1e-5, 1.0])}, asking=-1)[1][0]

@@ -196,8 +196,8 @@ def _caption(method: Mapping[str, Any]) -> str:
     """Return a method's name, with notes on an omitted query entry and on relevance near 0."""
     own, name = method["own"], str(method["name"])
     if own is not None and method["values"][own] is not None:
-        name += f" (without token {own}'s own value, {method['values'][own]:.3g})"
-    return name + " (negligible)" * is_negligible(method["values"], own)
+        name += f" (without query token {own}, {method['values'][own]:.3g})"
+    return name + ", negligible" * is_negligible(method["values"], own)
 
 
 def _scores(method: Mapping[str, Any]) -> Tensor:
