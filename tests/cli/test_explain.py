@@ -409,7 +409,7 @@ def test_what_is_generated(tmp_path: Path, run: Run) -> None:
     run(*ASKED, out, "--generate", "3", "--hops", "1", "--title", "Who owns what?")
     page = read_page(out)
     assert page.texts("h1") == ["Who owns what?"]
-    assert page.facts["about"].startswith("recall-mamba: relevance by LatimFlow, of each token")
+    assert page.facts["about"].startswith("recall-mamba: relevance by LatimFlow, for each token")
     (example,) = page.facts["examples"]
     assert example["prompt"]["labels"] == ASKED_OF.split()
     assert len(example["answer"]["labels"]) == 3 and example["answer"]["labels"][0] == "lamp"

@@ -115,7 +115,7 @@ def test_the_strongest_edges_each_cut_by_itself(answered: Any, run: Any) -> None
     only = answered("--layers", "0")["edges"]
     assert len(only) == 8 and {each["layer"] for each in only} == {0}
     *_, head, row = run("knockout", "recall-mamba", PROMPT, "--top", "1").splitlines()
-    assert head.split() == ["layer", "from", "to", "estimated", "true"]
+    assert head.split() == ["layer", "from", "to", "estimated", "measured"]
     assert row.split()[:5] == ["1", "lamp", "(3)", "the", "(13)"]
     shown = [float(number) for number in row.split()[5:]]
     assert shown == pytest.approx([found[0]["effect"], found[0]["true"]], rel=1e-3)

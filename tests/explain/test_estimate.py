@@ -85,7 +85,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
     head, *rows, note = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["rule", "recompute", "weights"] and len(rows) == 4
-    assert all(row.endswith("yes") for row in rows) and note.startswith("Computed")
+    assert all(row.endswith("yes") for row in rows) and note.startswith("For one example")
     assert main(["estimate", "no-such-model", "--tokens", "300"]) == 1
     assert "neither a folder, a file nor a bundled model" in capsys.readouterr().err
 

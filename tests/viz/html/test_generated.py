@@ -56,7 +56,7 @@ def test_it_holds_what_the_method_says_of_each_word(tmp_path: Path) -> None:
     assert example["prompt"]["labels"] == PROMPT.split()
     assert example["answer"]["labels"] == expected.output_tokens
     assert example["prompt"]["sentences"] == [0, 5, 10, 11]
-    assert page.facts["about"].endswith("by LatimFlow, of each token's logit less the mean of all")
+    assert page.facts["about"].endswith("by LatimFlow, for each token's logit minus the mean logit")
     assert len(example["blocks"]) == len(expected.spans.hops) == 2
     for block, hop, constants in zip(
         example["blocks"], expected.spans.hops, example["constants"], strict=True

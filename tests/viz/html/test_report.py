@@ -482,7 +482,7 @@ def test_what_keeps_a_graph_from_being_made(path: Path) -> None:
     assert "'backbone.layers.0' runs several times" in found["obstacle"]
     assert found == EMPTY | {"obstacle": found["obstacle"]}
     (found,) = drawn(path, vision("head", (3, 5)), images(1, (3, 5)), target=1, graph=3)
-    assert found == EMPTY | {"obstacle": "A graph follows words; an image has none."}
+    assert found == EMPTY | {"obstacle": "Graphs are made only for texts."}
 
 
 @pytest.mark.slow

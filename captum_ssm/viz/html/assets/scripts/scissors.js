@@ -560,7 +560,7 @@ class Scissors {
       const then = this.labels.length ? [number(percent(asked)), cell(make('bdi', {}, this.labels[first]))] : [];
       return make('tr', {}, cell(button), cell(...this.named(index)), number(layer), number(short(this.change(index, []))), number(`${rough ? '≈ ' : ''}${short(-effect)}`), ...then);
     });
-    const heads = ['', 'Message', 'Layer', 'Score change', 'Estimate', ...(this.labels.length ? [`${this.answer} after`, 'Answer after'] : [])];
+    const heads = ['', 'Message', 'Layer', 'Score change', 'Estimate', ...(this.labels.length ? [`${this.answer} after cut`, 'Answer after cut'] : [])];
     const head = heads.map((text, index) => make(text ? 'th' : 'td', { className: [2, 3, 4, 5].includes(index) ? 'number' : '' }, text));
     this.table.tHead.replaceChildren(make('tr', {}, ...head));
     this.table.tBodies[0].replaceChildren(...body);
