@@ -106,13 +106,13 @@ def add_to(commands: Any) -> None:
         help="for segmentation models: explain one pixel of the output",
     )
     parser.add_argument(
-        "--generate", type=int, metavar="N", help="generate N tokens, and explain each span"
+        "--generate", type=int, metavar="N", help="generate N tokens, and explain each part"
     )
-    parser.add_argument("--answer", metavar="TEXT", help="explain each span of this answer")
+    parser.add_argument("--answer", metavar="TEXT", help="explain each part of this answer")
     parser.add_argument(
         "--spans",
         choices=_SPANS,
-        help="parts of an answer that are explained as a whole (default: word for .html, whose "
+        help="parts of the answer, each explained as a whole (default: word for .html, whose "
         "page also shows sentences; else sentence)",
     )
     parser.add_argument(
