@@ -148,7 +148,7 @@ def add_to(commands: Any) -> None:
 
 
 def add_source_to(parser: argparse.ArgumentParser) -> None:
-    """Add the options for loading MODEL."""
+    """Add the options for loading MODEL, which several subcommands have."""
     parser.add_argument("--device", default="cpu", help="device of the model (default: cpu)")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="default: float32")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="default: the model's own")
@@ -327,7 +327,7 @@ def _run_on_answers(options: argparse.Namespace) -> None:
     print_any_letters()
     for result in found if not is_page else ():
         print(f"Sources of the answer, by {name}:")
-        print(told(result))
+        print(answer_lines(result))
     identity = holds_identity(method)
     page = {
         "title": options.title,

@@ -47,7 +47,7 @@ def _quiet_transformers(stack: ExitStack) -> None:
 
 
 def add_force_to(parser: argparse.ArgumentParser) -> None:
-    """Add the option that lets files be replaced."""
+    """Add the option ``--force``, with which existing files are replaced."""
     parser.add_argument("--force", action="store_true", help="replace existing files")
 
 
