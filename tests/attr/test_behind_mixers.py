@@ -351,7 +351,7 @@ def late(blocks: Any, x: Tensor) -> Tensor:
 
 
 VECTORS, STREAM = (LatimALTI, LatimLogit), (ImplicitAttentionRollout, LatimALTI, MambaAttribution)
-FACTORS = "more than factors"
+FACTORS = "may pass only factors"
 #: A model and its input, the methods that refuse it, and by which words.
 REFUSED: dict[str, tuple[Callable[[], tuple[Any, Tensor]], tuple[Any, ...], str]] = {
     "an adapter that is added to the output": (
@@ -359,7 +359,7 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Tensor]], tuple[Any, ...], str]
     ),
     "no factor and no projection": (
         lambda: model_of(*[lambda b, out, x: b.up(F.gelu(b.down(out)))] * 2), VECTORS,
-        r"'\d\.mixer'.*more than factors.*residual=False",
+        r"'\d\.mixer'.*may pass only factors.*residual=False",
     ),
     "its own gate": (
         lambda: model_of(*[lambda b, out, x: gate(b, out) * out] * 2), VECTORS, FACTORS
@@ -372,16 +372,16 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Tensor]], tuple[Any, ...], str]
     ),
     "features that later layers replace": (
         lambda: joined(lambda b, x, m: torch.where(torch.arange(WIDTH) < 3, m, x)),
-        (ImplicitAttentionRollout,), r"with only a part.*without the output of layer '0",
+        (ImplicitAttentionRollout,), r"but not all tensors.*the output of layer '0",
     ),
-    "a gate first, and added later": (lambda: run_by(late), STREAM, "around several layers"),
+    "a gate first, and added later": (lambda: run_by(late), STREAM, "bypasses several layers"),
     "both layers passed at once": (
         lambda: run_by(lambda b, x: x + b[1](b[0](x))), (*STREAM[:2], LatimLogit),
-        "around several layers",
+        "bypasses several layers",
     ),
     "a part of what is read": (
         lambda: run_by(lambda b, x: x + b[1](x + b[0](x))), (*STREAM, LatimLogit),
-        r"with only a part.*without the output of layer '0\.blocks\.0\.mixer'",
+        r"but not all tensors.*the output of layer '0\.blocks\.0\.mixer' is missing",
     ),
 }  # fmt: skip
 

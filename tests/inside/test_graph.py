@@ -356,7 +356,7 @@ REFUSED = [
     ({"nodes": []}, OptionError, "at least one entry"),
     ({"nodes": "backbone.layers.0"}, OptionError, "dict from layers"),
     ({"nodes": ["nowhere"]}, LayerError, "not a module of the model"),
-    ({"nodes": ["backbone.layers.0.mixer.in_proj"]}, LayerError, "a part of the mixer"),
+    ({"nodes": ["backbone.layers.0.mixer.in_proj"]}, LayerError, "is inside the mixer"),
     ({"nodes": [BLOCKS[0], Feature(BLOCKS[0], 2)]}, OptionError, "also features of it"),
     ({"nodes": {BLOCKS[0]: Words(WIDTH + 1)}}, OptionError, "does not fit the activation"),
     ({"nodes": {MIXERS[0]: OfAnotherLayer()}}, OptionError, "a dictionary for"),

@@ -64,7 +64,7 @@ REFUSES: dict[str, dict[str, str]] = {
     },
     # Its n-grams are looked up by hashes of tokens.
     "qwen4_exp with n-grams": {"knock-out": "not found there"},
-    "mamba_ssm_fused": {"LoRA": "do not change the output"},
+    "mamba_ssm_fused": {"LoRA": "changes no mixer's output"},
     "torch": {"LoRA": "no mixer has a linear layer"},  # of its own class, which holds the weights
     "fla PaTHAttention": dict.fromkeys(PADDING, "TypeError"),  # of its kernel, given a mask
     "caduceus of one strand": {"LoRA": "off by"},
