@@ -200,7 +200,7 @@ def _edges(options: argparse.Namespace, example: ShownExample) -> Edges:
 
 
 def _layers(given: list[str]) -> Any:
-    """Convert numbers and names on the command line to a value of ``Edges.layers``."""
+    """Convert indices and names of layers on the command line to a value of ``Edges.layers``."""
     found = [int(one) if _NUMBER.fullmatch(one) else one for one in given]
     return found[0] if len(found) == 1 else found
 
@@ -275,7 +275,7 @@ def _word(name: str) -> str:
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return the lines of a table: words in the first column, numbers in all others."""
+    """Return the lines of a table with words in the first column and values in the others."""
     columns = list(zip(head, *rows, strict=True))
     wide = [max(map(len, column)) for column in columns]
     words = [not _is_number(column[1]) for column in columns]

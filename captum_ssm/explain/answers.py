@@ -1,4 +1,4 @@
-"""Write explained answers, generated or given, as lines of text, pages, numbers or pictures."""
+"""Write explained answers, generated or given, as lines of text, pages, JSON or pictures."""
 
 from __future__ import annotations
 

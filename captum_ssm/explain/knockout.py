@@ -36,10 +36,10 @@ class Cut(NamedTuple):
 
     Attributes:
         answers: the explained class or token, and the most probable ones with and without the
-            edges; empty for a model that returns one number.
-        before: the explained number (such as a logit) with all edges.
-        without: the explained number without the cut edges.
-        estimated: the estimated decrease of this number; None if ``selection`` or a replacement is
+            edges; empty for a model that returns one scalar.
+        before: the explained scalar (such as a logit) with all edges.
+        without: the explained scalar without the cut edges.
+        estimated: the estimated decrease of this scalar; None if ``selection`` or a replacement is
             used.
     """
 
@@ -50,7 +50,7 @@ class Cut(NamedTuple):
 
     @property
     def true(self) -> float:
-        """The true decrease of the explained number."""
+        """The true decrease of the explained scalar: ``before`` minus ``without``."""
         return self.before - self.without
 
 

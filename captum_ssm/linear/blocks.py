@@ -35,7 +35,7 @@ Read = Callable[[Place, "Step", Sequence[Tensor | None]], None]
 
 
 def outside(number: int) -> Place:
-    """Return the sort key of step ``number`` outside of blocks that run again."""
+    """Return the sort key of the step with index ``number``, outside of blocks that run again."""
     return number, math.inf
 
 
@@ -209,7 +209,7 @@ class Blocks:
         """Run a block again; return the tensors that entered the block, and their gradients.
 
         Args:
-            number: the number of the block's call.
+            number: the index of the block's call in the run.
             later: the gradients at tensors along paths that do not enter the block, by id.
         """
         call, network, mode = self._calls[number], self.network, self.network.mode

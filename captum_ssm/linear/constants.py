@@ -32,7 +32,7 @@ class Ledger:
 
     Args:
         where: a function that returns the name of the running module.
-        kept: whether constants stay in the network. Masks and plain numbers, such as the epsilon
+        kept: whether constants stay in the network. Masks and Python scalars, such as the epsilon
             added to a variance, always stay. Default: True.
 
     Attributes:
@@ -156,7 +156,7 @@ def _droppable(constant: Tensor) -> Tensor:
 
 
 def share(product: Tensor, factors: int) -> Tensor:
-    """Return ``product`` with the gradient divided by the number of factors, for equal shares."""
+    """Return ``product``; backward divides the gradient by ``factors``, to share it equally."""
     if not product.requires_grad:
         return product
     product.register_hook(  # type: ignore[no-untyped-call]
@@ -167,7 +167,7 @@ def share(product: Tensor, factors: int) -> Tensor:
 
 
 def once(constant: Any) -> Any:
-    """Shrink an expanded tensor to size 1 along the dimensions in which its numbers repeat.
+    """Shrink an expanded tensor to size 1 along the dimensions in which its values repeat.
 
     Args:
         constant: the tensor. Anything else is returned unchanged.

@@ -34,8 +34,8 @@ class Local:
         mixers: the number of the last mixer call, from 1, on which the output depends; 0 for none.
             Before :meth:`DirectPaths.place`, the number of mixer calls that ran before.
         part: the key of the tensor when the model runs again. Default: the run's input.
-        given: for each token of the first layer the token's number in the output (B, L), or -1 for
-            none; None if the numbers are the same. Default: None.
+        given: for each token of the first layer the token's index in the output (B, L), or -1 for
+            none; None if all indices are the same. Default: None.
         is_placed: whether ``mixers`` and ``given`` are known. Default: True.
 
     Example:
@@ -148,10 +148,10 @@ class DirectPaths(Watcher):
         return self.outputs[-1].clone()  # hooks and the model may write to it
 
     def cut_if_bent(self, part: nn.Module, stack: ExitStack) -> None:
-        """Hook ``part`` so that its output begins a new graph if a function inside is not linear.
+        """Hook a module so that its output begins a new graph if a function inside is not linear.
 
         Args:
-            part: a module that acts within tokens.
+            part: the module, which acts within tokens.
             stack: the exit stack that removes the hooks when it closes.
         """
         entered: list[tuple[int, int, int]] = []  # calls inside each other: bends, mixers, number

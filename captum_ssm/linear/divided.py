@@ -66,7 +66,7 @@ class Core:
         return "gate" if name == _GATE else self.roles[name][0]
 
     def averaged(self, up: Tensor) -> dict[str, Tensor]:
-        """Return the gradients at factors in ``live``: means over nodes, multiplied by shares."""
+        """Return gradients at the factors in ``live``: averages over nodes, times the shares."""
         rule, live = self.reading.mode.rule, self.live
         family, nodes, found = FAMILY[rule], nodes_of(rule), dict[str, Tensor]()
         for node in nodes:
@@ -106,7 +106,7 @@ class Core:
         }
 
     def _map(self, up: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return the gradient at the kernel's result, and the linear map itself as a function."""
+        """Return the gradient at the kernel's result, and the linear map after it as a function."""
         result, mapped = self.result, self.mapped
         assert result is not None and mapped is not None
         if mapped is result:
@@ -135,7 +135,7 @@ class Core:
         return torch.lerp(mean, factor, node)
 
     def followed(self, up: Tensor) -> dict[str, Tensor]:
-        """Return the gradients at factors in ``live``, along the paths that the pass follows."""
+        """Return gradients at the factors in ``live``, only along paths that the pass follows."""
         labels = self.reading.mode.labels
         found, begun = self.averaged(up), labels.begun
         if labels.label == "content":

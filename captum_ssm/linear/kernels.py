@@ -201,7 +201,7 @@ def _conv(
 
 
 class _Convolved(torch.autograd.Function):
-    """A causal convolution (B, D, L) that saves no tensors; backward convolves reversed tokens."""
+    """A causal convolution (B, D, L); backward convolves reversed gradients, with nothing saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, convolve: Callable[..., Tensor]) -> Tensor:
@@ -407,7 +407,7 @@ def attention(
 
 
 def _of_content(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    """Call a kernel if only content and gates get relevance; else leave it to the adapter."""
+    """Call a kernel if only content and gates get relevance; else use the mixer's adapter."""
     entry = reading.give_up if reading.mode.divides else functools.partial(_vectors, reading)
     return entry(kernel, *args, **given)
 

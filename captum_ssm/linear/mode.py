@@ -168,7 +168,7 @@ class Linearizing(TorchFunctionMode):
         return self._where(self.within)
 
     def looking_away(self) -> Sequence[AbstractContextManager[None]]:
-        """Return contexts in which torch functions run without the rules."""
+        """Return contexts to enter so that torch functions run without the rules."""
         return (unseen_by(self),)
 
     @property
@@ -323,7 +323,7 @@ class Linearizing(TorchFunctionMode):
         )
 
     def _made_blank(self, out: Any) -> Any:
-        """Record that no function has written into the tensors ``out``, and return ``out``."""
+        """Record that no torch function has written into the new tensors ``out``; return them."""
         for x in out if isinstance(out, tuple | list) else (out,):
             if isinstance(x, Tensor) and x.is_floating_point() and x.numel():
                 self._unwritten[x] = x._version
@@ -418,7 +418,7 @@ class Linearizing(TorchFunctionMode):
             self._bent[x] = True
 
     def resembles(self, x: Tensor, other: Tensor) -> None:
-        """Copy the mode's records about ``other`` to ``x``, a copy of ``other``."""
+        """Treat ``x``, a copy of ``other``, as an activation or gate if ``other`` is one."""
         if self.is_bent(other):
             self.mark_bent(x)
         if other in self.at_rest:
@@ -430,7 +430,7 @@ class Linearizing(TorchFunctionMode):
         """Return the gradients of ``output`` at tensors of the graph, None if there is none.
 
         Args:
-            output: one number for each example (B,).
+            output: one scalar for each example (B,).
             wanted: the tensors.
             seed: the gradient at ``output`` (B,). Default: None, 1 for each example.
         """
@@ -534,7 +534,7 @@ class Linearizing(TorchFunctionMode):
 
         Until the explained ids are looked up, the network begins at the first look-up of any ids,
         which may be a prompt stored in forward_func; see :attr:`knows_root`. Ids with tags
-        (``FOLLOWED``) are sure to be the explained ids; ids with equal numbers (``RECOGNIZED``) may
+        (``FOLLOWED``) are sure to be the explained ids; ids with equal values (``RECOGNIZED``) may
         be equal by chance. A sure look-up after a recognized one begins the network again; a
         recognized one after a sure one is ignored. Any other change of kind is refused.
         """
@@ -563,7 +563,7 @@ class Linearizing(TorchFunctionMode):
         return self._of_explained(out, given, table)
 
     def _of_others(self, out: Tensor, ids: Tensor, table: Tensor, computed: bool = False) -> Tensor:
-        """Return the result of a look-up of other ids, perhaps computed from the explained ones."""
+        """Return the result of a look-up of ids other than the explained ids."""
         assert self._ids is not None
         if self._found:
             if table.data_ptr() in self._tables and (computed or ids.shape == self._ids.shape):
@@ -575,7 +575,7 @@ class Linearizing(TorchFunctionMode):
         return self.begin(out) if first else out
 
     def _begun(self, out: Tensor, given: Tensor | None, table: Tensor) -> Tensor:
-        """Begin the network at the first look-up of explained ids in a table; return its rows."""
+        """Begin the network at a table's first look-up of explained ids; return the embeddings."""
         if table.data_ptr() in self._computed:
             raise _other_tokens()
         if self._found:
@@ -594,14 +594,14 @@ class Linearizing(TorchFunctionMode):
         return start
 
     def _of_explained(self, out: Tensor, given: Tensor, table: Tensor) -> Tensor:
-        """Return the result of a look-up of explained ids, in any order, as rows with a graph.
+        """Return the embeddings of explained ids, in any order, with a graph.
 
-        A second look-up in the same table takes its rows from the leaf of the first look-up.
+        A second look-up in the same table takes embeddings from the leaf of the first look-up.
 
         Args:
             out: the result (B, L', ...).
-            given: for each row its id's position among the explained ids (B, L'), -1 for another
-                id.
+            given: for each embedding the id's position among the explained ids (B, L'), -1 for
+                a different id.
             table: the embedding table.
         """
         assert self._ids is not None

@@ -94,7 +94,7 @@ class Network(Watcher):
         content_only: the names of called mixers in which only the content, and no other factor,
             can get relevance; one per call. Default: empty.
         continues: whether the run continues from a cache. Default: False.
-        has_past: whether the cache has numbers other than zeros. Default: False.
+        has_past: whether the cache has values other than zeros. Default: False.
 
     Example:
         >>> import torch
@@ -306,7 +306,7 @@ class Network(Watcher):
             self.steps.append(Step(mixer.name, block, out, again))
 
     def _passed(self, mixer: Mixer, call: Call) -> None:
-        """Record the mask of a mixer call in a block that runs without a graph."""
+        """Record only the mask of a mixer call, in a block that now runs without a graph."""
         named = [x for name, x in call.kwargs.items() if "mask" in name]
         if self.mask is None and any(isinstance(x, Tensor) for x in (*call.args[1:], *named)):
             mask = linearize(mixer, call, running=True).mask

@@ -19,7 +19,7 @@ from .rules import RULES, plain
 
 #: Norm functions of torch. Each is computed by its rule in :mod:`.rules`, and its root is detached.
 _NORMS = ("layer_norm", "group_norm", "instance_norm", "rms_norm", "normalize")
-#: Functions that compute a norm's statistic if their result is one number for each token.
+#: Functions that compute a norm's statistic if their result is one scalar for each token.
 _ROOTS = ("sqrt", "norm", "vector_norm", "std")
 
 

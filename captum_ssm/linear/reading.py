@@ -173,7 +173,7 @@ class Reading:
         return known
 
     def _behind(self, x: Tensor) -> tuple[list[tuple[Core, Tensor]], bool]:
-        """Return the kernels from which ``x`` is computed, and True if it has other sources."""
+        """Return the kernels from which ``x`` is computed, and True if ``x`` has other sources."""
         todo, seen, cores, of_others = [x.grad_fn], set[Any](), list[tuple[Core, Tensor]](), False
         while todo:
             node = todo.pop()

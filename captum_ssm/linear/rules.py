@@ -53,7 +53,7 @@ ALIASES = {
 #: Prefixes of the names of functions in torch.linalg, torch.fft and torch.special.
 PREFIXES = ("linalg_", "fft_", "special_")
 
-#: Linear functions whose result contains the same numbers as the argument.
+#: Linear functions whose result contains the same entries as the argument.
 VIEWS = """
     view view_as reshape reshape_as permute transpose t swapaxes swapdims movedim moveaxis
     contiguous to type type_as float double half bfloat16 cpu cuda clone chunk split
@@ -82,7 +82,7 @@ PRODUCTS = """
     mul matmul mm bmm mv dot einsum outer tensordot inner vdot chain_matmul multi_dot grouped_mm
 """
 
-#: Functions of single numbers that are 0 at 0, possibly depending on their options.
+#: Functions of single entries that are 0 at 0, possibly depending on their options.
 BENT = """
     silu gelu relu relu6 leaky_relu prelu elu selu celu tanh softsign mish hardswish hardtanh
     hardshrink softshrink tanhshrink abs square sqrt clamp clamp_min clamp_max sin tan asinh
@@ -98,7 +98,7 @@ FROZEN = """
     cdist cosine_similarity det inverse solve_triangular inv erfc fill zero
 """
 
-#: Frozen functions of single numbers that may be replaced by a tangent. Clamps are frozen only if 0
+#: Frozen functions of single entries that may be replaced by a tangent. Clamps are frozen only if 0
 #: is outside of their limits.
 TANGENT = frozenset(
     ("sigmoid", "log_sigmoid", "softplus", "exp", "exp2", "clamp", "clamp_min", "clamp_max")
@@ -107,14 +107,14 @@ TANGENT = frozenset(
 
 @functools.cache
 def plain(name: str) -> str:
-    """Return a function's usual name, without the prefix of its namespace."""
+    """Return a function's usual name, such as "add" for "__radd__", without a namespace's prefix."""
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
     return ALIASES.get(name, name)
 
 
 def linear(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a linear function that only rearranges numbers; activations' outputs stay marked."""
+    """Call a linear function that only rearranges entries; activations' outputs stay marked."""
     out = func(*args, **kwargs)
     if mode.is_bent(args[0]):
         for view in out if isinstance(out, tuple | list) else (out,):
@@ -128,7 +128,7 @@ def mixing(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def extremum(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call max or min over entries as a linear function; freeze max or min of two tensors."""
+    """Call max or min of one tensor as a linear function; freeze max or min of two tensors."""
     of_two = isinstance(kwargs.get("other", args[1] if len(args) > 1 else None), Tensor)
     return frozen(mode, func, args, kwargs) if of_two else func(*args, **kwargs)
 
@@ -142,7 +142,7 @@ def affine(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 def filling(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call where, pad or masked_fill; record the constant arguments, including plain numbers."""
+    """Call where, pad or masked_fill; record the constant arguments, including Python scalars."""
     out = func(*args, **kwargs)
     values = (*args, *kwargs.values())
     numbers = any(isinstance(value, int | float) and value for value in values)
@@ -154,14 +154,14 @@ def filling(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[st
 def _beside(
     mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> Any:
-    """Record the result for inputs of zeros as a constant of ``out``, and return ``out``."""
+    """Record the result without tensors depending on the input as a constant; return ``out``."""
     kwargs = {name: mode.constant_part(value) for name, value in kwargs.items()}
     constant = func(*map(mode.constant_part, args), **kwargs)
     return mode.ledger.included(out, constant) if may_hold_any(constant) else out
 
 
 def summing(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Add or subtract two arguments; record a constant argument, which may be a number."""
+    """Add or subtract two arguments; record a constant argument, which may be a Python scalar."""
     (x, other), kwargs = positional(args, kwargs, "input", "other")
     out = func(x, other, **kwargs)
     fixed = [value for value in (x, other) if not mode.is_live(value)]
@@ -202,7 +202,7 @@ def product(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def quotient(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Divide by the frozen denominator; freeze a rounded quotient."""
+    """Divide by the frozen denominator; with ``rounding_mode``, freeze the whole quotient."""
     if kwargs.get("rounding_mode") is not None:
         return frozen(mode, func, args, kwargs)
     (numerator, denominator), _ = positional(args, kwargs, "input", "other")
@@ -212,14 +212,14 @@ def quotient(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[s
 
 
 def gated(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute glu: the first half of the features times the frozen sigmoid of the second."""
+    """Compute glu: the first half of the features times the frozen sigmoid of the second half."""
     x, dim = filled(args, kwargs, ("input", "dim"), (-1,))
     stream, gate = x.chunk(2, dim)
     return stream * torch.sigmoid(gate.detach())
 
 
 def log_softmax(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute log_softmax as x minus its mean by frozen probabilities, minus their entropy."""
+    """Compute log_softmax: x minus the mean of x under frozen probabilities, minus the entropy."""
     x = args[0] if args else kwargs["input"]
     logarithms = frozen(mode, func, args, kwargs)
     (_, dim), _ = positional(args[:2], kwargs, "input", "dim")

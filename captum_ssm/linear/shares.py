@@ -44,7 +44,7 @@ class Share:
         reference: the value with which the role's factors are compared. ``"rest"``: the value for
             an input of 0. ``"mean"``: the mean over all tokens up to each. ``"own"``: the factor
             itself, so the derivative is local.
-        share: the number that multiplies the average derivative.
+        share: the scalar that multiplies the average derivative.
     """
 
     reference: Literal["rest", "mean", "own"]
@@ -93,11 +93,11 @@ class Labels:
         #: By role, the gradients that reached factors through content only. The paths with that
         #: role as label continue from these gradients.
         self.begun: dict[Role, dict[tuple[object, object], Tensor]] = {}
-        #: Number of the block that runs again, and number of keys returned for it so far.
+        #: Index of the block that runs again, and number of keys returned for this block so far.
         self._again: tuple[int, int] | None = None
 
     def again(self, block: int | None) -> None:
-        """Record the number of the block that runs again from now on; None for no block."""
+        """Set the index of the block that runs again from now on; None for no block."""
         self._again = None if block is None else (block, 0)
 
     def new_key(self) -> object:
@@ -183,7 +183,7 @@ class _Outer:
         return of_values, found
 
     def averaged(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients at values and factors, averaged over nodes, times the shares."""
+        """Return gradients at values and factors: averages over nodes, multiplied by the shares."""
         shares, found, count = FAMILY[self.rule], Gradients(), len(nodes_of(self.rule))
         stack = (gradient / count).expand(count, *gradient.shape)
         of_values = self._back(x)(stack, found).sum(0)
@@ -208,7 +208,7 @@ class _Outer:
         return back
 
     def _moved(self, nodes: Tensor) -> Moved:
-        """Return the factors at the nodes, without factors that are their own reference."""
+        """Return the factors' values at the nodes; factors whose reference is "own" are left out."""
         masks: dict[Operator, Tensor | None] = {}
         follow_mask(self.operator, self.mask, masks)
         moved: dict[Operator, dict[str, Tensor]] = {}

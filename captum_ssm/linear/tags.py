@@ -3,7 +3,7 @@
 Each function of the ids, or of results of such functions, is called a second time on tagged copies
 of its integer arguments. A tagged copy adds a multiple of a large prime to each explained id, by
 the id's position. Any function that moves ids moves the tags with them. A function that computes
-with ids returns numbers without a valid tag.
+with ids returns integers without a valid tag.
 
 The copies are on the CPU, because they are small, and because a tagged id that is used as an index
 is out of bounds, after which a GPU could no longer be used.
@@ -23,7 +23,7 @@ from ..tracing.hooks import swapped, tensors_in
 from ..tracing.layer import same_memory
 from ..tracing.replays import begins_with
 
-#: In place of a position: not an explained id, and a number that may be computed from such ids.
+#: Used in place of positions: no explained id, and an integer perhaps computed from such ids.
 NONE, UNKNOWN = -1, -2
 #: Multiples of B * L that are added to positions, by how the positions were found.
 FOLLOWED, RECOGNIZED, COMPUTED = 0, 1, 2
@@ -51,7 +51,7 @@ class Tags:
         self._version, self._began = _version(self.ids), _memory_of(self.ids)
         #: The ids as they were before any function used them.
         self._first: Tensor | None = None
-        #: By memory address: a tensor that keeps the memory, and tagged copies of its numbers.
+        #: By memory address: a tensor that keeps the memory, and tagged copies of its integers.
         self._memories: dict[Any, tuple[Tensor, Tensor]] = {}
 
     @functools.cached_property
@@ -70,7 +70,7 @@ class Tags:
         return where is not None and (where == self._began or where in self._memories)
 
     def places(self, x: Tensor) -> Tensor:
-        """Return for each number in ``x`` its position among the explained ids, on the CPU.
+        """Return for each integer in ``x`` its position among the explained ids, on the CPU.
 
         Returns:
             Positions b * L + t in the shape of ``x``, :data:`NONE` or :data:`UNKNOWN`. Positions of
@@ -114,7 +114,7 @@ class Tags:
         return True
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function; if an argument is followed, follow its results."""
+        """Call a function; if an argument may depend on explained ids, follow the results."""
         tensors = {id(x): x for x in tensors_in((args, kwargs))}
         if not any(map(self.follow, tensors.values())):
             return func(*args, **kwargs)
@@ -146,9 +146,9 @@ class Tags:
         return torch.arange(first, first + count, device="cpu").view(self.ids.shape)
 
     def _tagged(self, x: Tensor, numbers: Tensor) -> Tensor:
-        """Return the ``numbers`` of ``x`` with tags, or unchanged if ``x`` is not followed.
+        """Return ``numbers``, the integers in ``x``, with tags if ``x`` depends on explained ids.
 
-        Tagged numbers are views of the stored copy, so that in-place changes are stored as well.
+        The result is a view of the stored copy, so that in-place changes are stored as well.
         """
         where = _memory_of(x)
         if where == self._began and where not in self._memories:
@@ -170,7 +170,7 @@ class Tags:
 
 
 def _on_tagged(func: Callable[..., Any], args: Any, kwargs: Any, count: int) -> list[Tensor | None]:
-    """Return the ``count`` results of a function on tagged copies; each is None if it fails."""
+    """Call a function on tagged copies; return ``count`` results, all None if the call fails."""
     try:
         out = func(*args, **kwargs)
     except (IndexError, RuntimeError, TypeError, ValueError):  # a tagged id is not an index
@@ -193,7 +193,7 @@ def _version(x: Tensor) -> int | None:
 
 
 def _memory_of(x: Tensor) -> Any:
-    """Return device and address of the memory of an integer tensor; None for other tensors."""
+    """Return the device and address of an integer tensor's memory; None for other tensors."""
     if x.is_floating_point() or x.is_complex() or x.is_quantized or x.dtype == torch.bool:
         return None
     if x.layout != torch.strided or not x.numel():

@@ -213,7 +213,7 @@ def _is_the_module(layer: Layer) -> None:
 
 
 def _again(layer: Layer, dtype: torch.dtype) -> Tensor:
-    """Run a layer's module again on the same input in a different dtype, and return the output."""
+    """Run a layer's module again on the recorded input in a different dtype; return the output."""
     module = copy.deepcopy(layer.mixer.module).to(dtype)
     args, kwargs = tree_map(lambda x: _as(x, dtype), (layer.call.args, dict(layer.call.kwargs)))
     with torch.no_grad(), trace(module, operators=False) as record:
@@ -400,7 +400,7 @@ def _at_heads(subject: _Subject) -> None:
 
 
 def _knock_out(subject: _Subject) -> None:
-    """Check that a run without some edges equals matrices with zeros, padded if possible."""
+    """Check that cutting edges sets entries of matrices to zero, with padding if it is accepted."""
     layers, mask, inputs = subject.layers, None, subject.wide
     if subject.is_padded("left"):
         layers, mask, inputs = _padded(subject, "left")

@@ -420,7 +420,7 @@ _BY_OPTION = ("padding", "parts", "precision")
 
 
 def _of(value: Any, example: int) -> Any:
-    """Return one example's part of an option's value, which may be a dict of values."""
+    """Select one example from an option's value, which may be a dict of values for all examples."""
     if isinstance(value, dict):
         return {name: _of(each, example) for name, each in value.items()}
     one_each = isinstance(value, Tensor) and value.dim() > 0 and len(value) == 2

@@ -345,7 +345,7 @@ def _reduced(o: Operator, q: _Inputs, by: Reduce) -> Iterator[Clause]:
 
 
 def _entries_of(o: Operator, q: _Inputs, i: int) -> Iterator[Clause]:
-    """Yield the clauses about ``entries`` with pair number ``i`` of factors; -1 is the band."""
+    """Yield the clauses about ``entries`` for pair ``i`` of the factors; -1 is the band."""
     rows = q.rows if i <= 0 else [range(o.shape.tokens), q.rows[i % len(q.rows)]]
     left, right = q.factors[i]
     left, band = (q.u, q.band) if i < 0 else (left, {0: right})
@@ -374,7 +374,7 @@ class _Check:
         self.dtype = operator.dtype if operator.tensors() else None
 
     def all(self, clauses: Iterator[Clause], plain: _Plain, size: _Plain, q: _Inputs) -> None:
-        """Compare all clauses with the matrices; check that no method changes its arguments."""
+        """Check each clause against the matrices, and that methods do not change arguments."""
         exact = q.map(lambda x: x.detach().cpu().double().clone())
         largest = exact.map(torch.Tensor.abs)
         given = _tensors(q)
@@ -583,7 +583,7 @@ def _unrecorded(function: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
 
 
 def _fed(stream: Stream, v: Tensor, longest: int, transposed: bool) -> Tensor:
-    """Pass values to a stream, a few tokens at a time; return the outputs for all tokens."""
+    """Pass values to an operator's stream in short chunks; return the outputs of all tokens."""
     tokens = v.shape[1]
     parts = [slice(t, min(t + longest, tokens)) for t in range(0, tokens, longest)]
     found = [stream(v[:, p], p).clone() for p in (parts[::-1] if transposed else parts)]
@@ -591,7 +591,7 @@ def _fed(stream: Stream, v: Tensor, longest: int, transposed: bool) -> Tensor:
 
 
 def _whole(strip: Strip, shape: Shape, rows: range) -> Tensor:
-    """Check the rows and shape of a strip of matrix rows, and return it with all columns."""
+    """Check the row range and shape of some matrix rows; return these rows with all columns."""
     assert strip.rows == rows, f"its rows are {strip.rows}, but must be {rows}"
     by_head = [shape.heads] if strip.entries.dim() == 4 else []
     size = (shape.batch, *by_head, len(rows), len(strip.columns))
@@ -600,7 +600,7 @@ def _whole(strip: Strip, shape: Shape, rows: range) -> Tensor:
 
 
 def _of_band(operator: Operator, band: Band) -> Tensor:
-    """Return the dense matrices (B, H, P, L, L) of a band of diagonals."""
+    """Return dense matrices (B, H, P, L, L) in which only the diagonals in ``band`` are set."""
     batch, tokens, heads, per_head = operator.shape
     size = batch, heads, per_head, tokens, tokens
     out = torch.zeros(size, dtype=operator.dtype, device=operator.device)

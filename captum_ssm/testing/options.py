@@ -43,7 +43,7 @@ _NO = (False, np.False_)
 #: Targets of both examples, and other targets to contrast with them.
 TARGET = ByKind((-1, 3), [(-1, 3), (-2, 4)], [1, 3])
 OTHER = ByKind((-2, 5), [(-1, 5), (-3, 6)], torch.tensor([4, 0]))
-#: One baseline number for each example, for all its embeddings or pixels.
+#: One baseline scalar for each example, for all its embeddings or pixels.
 _EACH = torch.tensor([1.0, -0.5])
 BASELINES = ByKind(_EACH.view(2, 1, 1), _EACH.view(2, 1, 1), _EACH.view(2, 1, 1, 1))
 #: The values to try, by the name of the argument of ``attribute``.

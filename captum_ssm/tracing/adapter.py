@@ -42,7 +42,7 @@ def linear_form(mixer: Mixer, call: Call) -> LinearMixer:
 
 
 def _of_another_batch(call: Call) -> Tensor | None:
-    """Return a tensor argument with the sequence's tokens but a different batch size, or None."""
+    """Return an argument, such as a mask, whose batch size differs from the sequence's, or None."""
     batch, tokens = call.hidden_states.shape[:2]
     tensors = (x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor))
     of_tokens = (x for x in tensors if x.dim() >= 2 and tokens in x.shape[1:])

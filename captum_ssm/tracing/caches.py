@@ -147,7 +147,7 @@ _calls = _CacheCalls()
 def _without_cache(
     continued: Continued, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """Return a call's arguments with ``use_cache=False``, or with the cache from ``continued``."""
+    """Return arguments with ``use_cache=False``; a given cache is replaced by ``continued``."""
     if _calls.wanted[:1] == [None]:  # a module inside one that does
         _calls.wanted.append(None)
         return None

@@ -43,7 +43,7 @@ _Key = tuple[nn.Module, int, bool, int]
 #: A function that rearranges a tensor to (B, L, E), in the token order of a layer's operator.
 _Reading = Callable[[Tensor], Tensor]
 
-#: Size of the noise relative to the largest number nearby, so that the noise of a small branch
+#: Size of the noise relative to the largest value nearby, so that the noise of a small branch
 #: exceeds the rounding of a large stream.
 _NOISE = 4
 #: Bytes of tensors that one replay may keep. If more are needed, fewer layers share a replay.
@@ -61,7 +61,7 @@ class _Seen(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """A mask (B, L) of a layer's tokens with noise, and the flat indices of these tokens."""
+    """The tokens at which a layer gets noise, as a mask (B, L) and as indices into B * L."""
 
     on: Tensor
     at: Tensor
@@ -71,7 +71,7 @@ class _Found(NamedTuple):
     """The sum that adds outputs of layers to the residual stream.
 
     Attributes:
-        ways: the steps from each layer's output to the sum, by layer number.
+        ways: the affine steps from each layer's output to the sum, by layer index.
         stream: the residual stream before the sum.
         at: the key of the tensor with the sum; None if only a norm of the sum was seen.
         reading: the function that rearranges the tensor with the sum to (B, L, E).
@@ -88,10 +88,10 @@ class _Join:
     """Layers whose outputs are added to the residual stream in the same sum.
 
     Attributes:
-        members: the numbers of the layers.
-        branches: by layer number, the layer's output and the tensors found to depend on it.
+        members: the indices of the layers.
+        branches: by layer index, the layer's output and tensors found to be affine in the output.
         until: the number of mixers that have run when the next layer reads the stream.
-        apart: the steps from each layer to a sum of the outputs without a stream.
+        apart: the steps from each layer to a sum of only the outputs, without the stream.
         found: the sum with the stream; None until found.
     """
 
@@ -110,7 +110,7 @@ def join(replays: Replays, stages: Sequence[Sequence[Layer]], order: Tensor | No
     Args:
         replays: the replays of the run.
         stages: groups of layers; the layers of a group read the same residual stream.
-        order: for each output token the token's number in the first layer (L,); None if the same.
+        order: for each output token the token's index in the first layer (L,); None if the same.
     """
     replays.settle_every_hook()  # vectors pass the hooks, or are refused
     with torch.no_grad():
@@ -143,7 +143,7 @@ class _JoinSearch:
         self.real: dict[_Key, _Seen] = {}
         self.noisy: dict[_Key, _Seen] = {}
         self.slots: dict[int, _Slot] = {}
-        #: Layers' outputs with noise at all tokens, by layer number.
+        #: Layers' outputs with noise at all tokens, by layer index.
         self.loud: dict[int, Tensor] = {}
 
     def find(self) -> None:
@@ -177,12 +177,12 @@ class _JoinSearch:
         self.real, self.noisy = {}, {}
 
     def _after(self, stage: Sequence[int]) -> int:
-        """Return the number of layers that read the next stream, or 1 after the last stage."""
+        """Return the number of layers in the next stage, or 1 if ``stage`` is the last."""
         later = [other for other in self.stages if other[0] > stage[-1]]
         return len(later[0]) if later else 1
 
     def _groups(self) -> Iterator[list[list[int]]]:
-        """Yield lists of stages that can be searched in the same replays."""
+        """Yield lists of stages small enough, in tokens and memory, to share the same replays."""
         size = self.leaves[0].shape[1]
         if not self.is_chain:
             yield from ([stage] for stage in self.stages)
@@ -193,7 +193,7 @@ class _JoinSearch:
             yield self.stages[start : start + max(1, most)]
 
     def _slots(self, numbers: Sequence[int]) -> dict[int, _Slot]:
-        """Distribute the tokens over layers at random; each layer then has noise at its tokens."""
+        """Assign the tokens to layers at random; each layer gets noise only at these tokens."""
         batch, tokens = self.leaves[numbers[0]].shape[:2]
         generator = torch.Generator("cpu").manual_seed(_SEED)
         drawn = torch.rand((batch, tokens), generator=generator, device="cpu").argsort(1)
@@ -291,7 +291,7 @@ class _JoinSearch:
         return {each for each in known if self._is_read_elsewhere([each])}
 
     def _is_read_elsewhere(self, joins: Sequence[_Join]) -> bool:
-        """Return True if noise still changes the run after the streams of joins are restored."""
+        """Return True if noise changes the run although the residual streams have old values."""
         slots, before = self.slots, self.unchanged
         self.slots = {k: slots[k] for each in joins for k in each.members}
         there = {each.found.at: each for each in joins if each.found is not None}
@@ -347,7 +347,7 @@ class _JoinSearch:
             self._find_by_value(each)
 
     def _fits(self, each: _Join, x: Tensor, now: Tensor) -> dict[int, Way]:
-        """Return the steps to ``x`` from each member whose noise explains the change of ``x``."""
+        """Return the affine steps to ``x`` from each layer whose noise explains ``x``'s change."""
         found = {}
         for k in each.members:
             on, at = self.slots[k]
@@ -395,7 +395,7 @@ class _JoinSearch:
     def _append_gated(
         self, each: _Join, key: _Key, x: Tensor, now: Tensor, reading: _Reading
     ) -> bool:
-        """Add ``x`` to the branches if it is a branch times a module's output, as with a gate."""
+        """Add ``x`` to the branches if ``x`` is a branch times a gate, an output of some module."""
         seen = self.real[key]
         if len(each.members) > 1:
             return False
@@ -450,7 +450,7 @@ class _JoinSearch:
     def _follow_concatenated(
         self, each: _Join, key: _Key, x: Tensor, now: Tensor, reading: _Reading
     ) -> None:
-        """If a projection's input concatenates branches, add its output to the branches."""
+        """Add a projection's output to the branches if its input concatenates branches."""
         left, start, parts = (*key[:2], False, 0), 0, {}
         if not key[2] or len(each.members) < 2 or left not in self.noisy:
             return
@@ -480,7 +480,7 @@ class _JoinSearch:
             self._normed(each)
 
     def _factored(self, each: _Join, k: int) -> bool:
-        """Search for an earlier tensor plus the gated or normed output; return True if found."""
+        """Search for a sum of an earlier tensor and the gated or normed output; True if found."""
         y, change, at = self.leaves[k], each.branches[k][0].change, self.slots[k].at
         for key, (ran, value) in self.real.items():
             if ran != k + 1 or key not in self.noisy:
@@ -504,7 +504,7 @@ class _JoinSearch:
         return False
 
     def _normed(self, each: _Join) -> None:
-        """Search for a norm of the stream plus the outputs, as add-and-norm kernels return."""
+        """Search for norm(stream + outputs), which add-and-norm kernels return without the sum."""
         ways = {k: each.branches[k][-1].steps for k in each.members}
         some = [along(way, self.leaves[k]) for k, way in ways.items()]
         if any(x.shape != some[0].shape for x in some):

@@ -47,7 +47,7 @@ class Layer:
             kept with ``graph="all"`` only, else None.
         stage: the number of the layer's stage, a group of layers that read the same residual
             stream; None before replays have determined it.
-        order: each mixer token's number in the first layer (L,); None if the same.
+        order: each mixer token's index in the first layer (L,); None if the same.
         has_stream: whether a residual connection bypasses the mixer. Assumed True unless replays
             show otherwise.
         is_reached: whether autograd has recorded the computation of the mixer's input.
@@ -277,7 +277,7 @@ class Layer:
 
     @property
     def _seen_scale(self) -> float | None:
-        """The product of the steps to the stream if all of them are plain numbers; else None."""
+        """The product of the steps to the residual stream if all steps are scalars; else None."""
         factors = [step.factor for step in self._way or () if step == AffineStep(step.factor)]
         if self._way is None or len(factors) < len(self._way):
             return None

@@ -36,7 +36,7 @@ class Watcher:
 
     @property
     def looks_away(self) -> bool:
-        """Return True while the watcher ignores mixer calls."""
+        """Return True while the watcher wants no reports of mixer calls."""
         return False
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
@@ -174,7 +174,7 @@ class _Calls:
                 contexts.enter_context(context)
 
     def first(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Report a mixer's call to watchers before other hooks run; return the changed output."""
+        """Report a mixer's call to watchers before other hooks; return a new output, or None."""
         heard: dict[nn.Module, SubmoduleRecord | None] = {}
         if self.running:  # empty if a hook before ours raised
             contexts, heard = self.running.pop()
@@ -194,7 +194,7 @@ class _Calls:
         return None if changed is None else swap_first(output, functools.partial(_like, changed))[0]
 
     def last(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Report a mixer's output to watchers after all other hooks; return the changed output."""
+        """Report a mixer's output to watchers after other hooks; return a new output, or None."""
         changed = None
         for watcher in self.watchers:
             found = watcher.left(mixer, output if changed is None else changed)

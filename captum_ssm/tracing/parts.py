@@ -36,7 +36,7 @@ class Part(NamedTuple):
     ran: int
 
 
-#: The run's input as a part.
+#: The run's input, as a :class:`Part`.
 INPUT = Part(None, 0, False, 0)
 
 
@@ -44,9 +44,9 @@ class Place(NamedTuple):
     """The tokens and the layers on which a :class:`Part` depends.
 
     Attributes:
-        given: for each token of the first layer the token's number in the part (B, L), or -1 if
-            the part lacks the token; None if the numbers are the same.
-        mixers: the number of the last mixer that the part depends on, from 1; 0 for none.
+        given: for each token of the first layer the index of this token in the tensor (B, L), or
+            -1 if the tensor lacks the token; None if all indices are the same.
+        mixers: the number of the last mixer on which the tensor depends, from 1; 0 for none.
     """
 
     given: Tensor | None
@@ -66,9 +66,9 @@ def place(
     Args:
         replays: the replays of the run, whose layers are already arranged.
         stages: groups of layers; the layers of a group read the same residual stream.
-        given: for each token of the first layer the token's number in the input (B, L); None if
+        given: for each token of the first layer the token's index in the input (B, L); None if
             the same.
-        order: for each output token the token's number in the first layer (L,); None if the same.
+        order: for each output token the token's index in the first layer (L,); None if the same.
         parts: the keys of the tensors.
         looked_up: for each token of the input the position of its explained id (B, L'), -1 for
             none; None if the positions are the same.
@@ -96,11 +96,11 @@ def place(
     generator = torch.Generator("cpu").manual_seed(_SEED)
 
     def drawn(shape: torch.Size) -> Tensor:
-        """Draw a random half of each example's tokens."""
+        """Return a mask (B, L) of a random half of each example's tokens."""
         return torch.rand(shape, generator=generator, device="cpu").argsort(1) < (shape[1] + 1) // 2
 
     def run(on: Mapping[int, Tensor], root: bool) -> tuple[Tensor, list[Tensor | None]]:
-        """Replay with noise at tokens of layers; return the first layer's input and the parts."""
+        """Replay with noise; return the first layer's input and the values of all ``parts``."""
 
         def leaf(k: int, _: Tensor) -> Tensor:
             at, turn = on.get(k), layers[k].order
@@ -121,9 +121,9 @@ def place(
     first, calm = run({}, False)
 
     def moved(at: int, x: Tensor | None) -> Tensor | None:
-        """Return a mask (B, L') of the tokens at which part number ``at``, now ``x``, changed.
+        """Return a mask (B, L') of the tokens at which ``x``, the value of ``parts[at]``, changed.
 
-        Return None if the part was not computed, or if its rows are not tokens of each example.
+        Return None if ``x`` was not computed, or has no tokens that divide by example.
         """
         if parts[at].module is None:  # the input, which has noise where the last run began
             if embeddings is not None or looked_up is None:
@@ -179,7 +179,7 @@ def place(
 
 
 def _agrees(met: Tensor, reading: Tensor, expected: Tensor) -> bool:
-    """Return True if a part, reordered by ``reading``, changed exactly at the expected tokens."""
+    """Return True if a tensor, reordered by ``reading``, changed exactly at expected tokens."""
     if int(reading.max()) >= met.shape[1]:
         return False
     mine, there = met.gather(1, reading.clamp_min(0)), reading >= 0

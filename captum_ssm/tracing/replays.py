@@ -41,7 +41,7 @@ _WIDE = 8
 _locks: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 _making_locks = threading.Lock()
 
-#: Takes a layer's number and input in a replay, and returns the layer's output in the replay.
+#: Takes a layer's index and input in a replay, and returns the layer's output in the replay.
 Leaf = Callable[[int, Tensor], Tensor]
 
 
@@ -55,8 +55,8 @@ class Beginning:
 
     Attributes:
         looked_up: the first embeddings of the ids (B, L, E); None until found.
-        is_ambiguous: whether the ids that were looked up are a different tensor with the same
-            numbers. The reversed ids of a palindrome would be equal, too.
+        is_ambiguous: whether the ids that were looked up are a different tensor with equal
+            values. The reversed ids of a palindrome would be equal, too.
         entered: the first sequence of each length that entered a module around a mixer.
         shifted: the outputs of modules of the classes :data:`WITHIN_TOKENS`, by module.
     """
@@ -96,7 +96,7 @@ class Beginning:
 
     @contextmanager
     def at_look_up(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Apply ``change`` to the first embeddings of the explained ids, in the ``with``."""
+        """Apply ``change`` to the first embeddings of the explained ids, inside the ``with``."""
         given, done = self.ids, False
         asked: Counter[nn.Module] = Counter()
 
@@ -189,7 +189,7 @@ class Replays:
         self._call, self._vouched = call, vouched
         self._known: dict[Any, Tensor] = {}
         self.root: Tensor | None = start
-        #: The largest number around the mixers, by number of features, once measured. Noise must
+        #: The largest value around the mixers, by number of features, once measured. Noise must
         #: be visible in a residual stream that is a thousand times larger than an output.
         self._largest: dict[int, Tensor] = {}
         #: Mixers whose replayed outputs include the changes by other forward hooks.
@@ -232,7 +232,7 @@ class Replays:
         self._settled = {layer.mixer.module for layer in self.layers if layer.is_hooked}
 
     def _left(self, modules: Iterable[nn.Module], on: Tensor | None) -> list[tuple[Any, Tensor]]:
-        """Replay with noise at tokens ``on``; return mixers and their outputs after all hooks."""
+        """Replay with noise at tokens ``on``; return pairs of mixer and output after all hooks."""
         found = list[tuple[Any, Tensor]]()
 
         def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -245,7 +245,7 @@ class Replays:
         return found
 
     def _looks_up_others(self) -> bool:
-        """Replay with new ids; return True if the looked-up ids may not be the explained ids."""
+        """Replay with new ids; return True if the first look-up may be of ids not explained."""
         before, ids = self.beginning.looked_up, self.beginning.ids
         moved = torch.zeros(ids.shape, dtype=torch.bool, device="cpu")
 
@@ -267,7 +267,7 @@ class Replays:
         return self.beginning.entered.get(self.layers[0].call.hidden_states.shape[1])
 
     def noisy(self, x: Tensor, on: Tensor | bool, k: int = -1) -> Tensor:
-        """Add noise to a sequence (B, L, E) at some tokens, scaled to each token's largest number.
+        """Add noise to a sequence (B, L, E) at some tokens, scaled to each token's largest value.
 
         Ids are replaced by other ids of the same input, if it has at least three different ids.
 
@@ -295,7 +295,7 @@ class Replays:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Measure the largest inputs around mixers in the replay inside the ``with``."""
+        """Measure the largest inputs of blocks in a replay in the ``with``, to scale the noise."""
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             for x in sequences_in((args, kwargs)):
@@ -312,7 +312,7 @@ class Replays:
             yield
 
     def _noise(self, x: Tensor, k: int) -> Tensor:
-        """Return noise in layer k's direction of features, with a different size at each token."""
+        """Return noise: a direction of features for layer k, times a random size for each token."""
         features = x.shape[-1] if x.dim() > 2 else 1
         directions = self._drawn((_DIRECTIONS, features), x)[k % _DIRECTIONS]
         sizes = self._drawn(x.shape[:2], x).roll(k + 1, 1)
@@ -322,7 +322,7 @@ class Replays:
         return sizes.view(*sizes.shape, *[1] * (x.dim() - 2)) * directions
 
     def _drawn(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Return random numbers of a shape, the same numbers at each call."""
+        """Return a random tensor of a shape; each call with this shape returns the same values."""
         key = (*shape, like.dtype, like.device)
         if key not in self._known:
             generator = torch.Generator("cpu").manual_seed(_SEED)
@@ -368,7 +368,7 @@ class Replays:
 
     @contextmanager
     def _leaves(self, leaf: Leaf) -> Iterator[list[Tensor]]:
-        """Make mixers return outputs from ``leaf``; yield the growing list of mixer inputs."""
+        """Make mixers return outputs from ``leaf``; yield the list that collects their inputs."""
         entering: list[Tensor] = []
         left: list[Any] = []
 
@@ -402,7 +402,7 @@ class Replays:
 
     @contextmanager
     def _shifts_kept(self, moved: int) -> Iterator[None]:
-        """Make modules of the classes ``WITHIN_TOKENS`` return their recorded, shifted outputs."""
+        """Make ``WITHIN_TOKENS`` modules return recorded outputs, shifted by ``moved`` tokens."""
 
         def kept(outputs: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
             return swap_first(next(outputs), lambda x: x.roll(moved, 1))[0]
@@ -415,9 +415,9 @@ class Replays:
 
     @contextmanager
     def _small_heads(self, entering: Sequence[Tensor]) -> Iterator[None]:
-        """Replace vocabulary heads after the last layer by copies of features, which cost less.
+        """Replace vocabulary heads after the last layer by copies of their input, which is faster.
 
-        ``entering`` is the growing list of the layers' inputs in this replay.
+        ``entering``, the layers' inputs so far in this replay, shows which modules come later.
         """
 
         def small(module: nn.Linear, own: Callable[..., Any], x: Tensor, *args: Any) -> Any:
@@ -438,7 +438,7 @@ class Replays:
             yield
 
 
-#: Changes up to this many units in the last place of a token's largest number are rounding.
+#: Changes up to this many units in the last place of a token's largest value are rounding.
 #: Experts, for example, sum in blocks whose size depends on the number of routed tokens.
 UNITS = 32
 
@@ -446,7 +446,7 @@ UNITS = 32
 def changed(x: Tensor, before: Tensor) -> Tensor:
     """Return a mask (B, L), True where ``x`` (B, L, E) differs by more than rounding.
 
-    The limit is relative to each token's own largest number, so a large token hides no other.
+    The limit is relative to each token's largest absolute value, also beside larger tokens.
     """
     x = x.to(before.device)
     limit = (UNITS if x.dtype.itemsize > 2 else 4) * torch.finfo(x.dtype).eps
@@ -454,7 +454,7 @@ def changed(x: Tensor, before: Tensor) -> Tensor:
 
 
 def _pass(*_: Any) -> None:
-    """Do nothing; a hook that is registered only to mark a module as hooked."""
+    """Do nothing: a hook that only stops torch from calling fused code in place of the module."""
 
 
 def _lock_of(model: nn.Module) -> threading.RLock:

@@ -7,7 +7,7 @@ tokens each layer reads.
 
 *Token order.* Noise begins at some tokens of the input, different ones in each example. Each layer
 adds noise at the tokens where noise arrives. If every layer changes at exactly these tokens, tokens
-are not mixed and keep their order. Otherwise replays for each bit of a token's number, and for the
+are not mixed and keep their order. Otherwise replays for each bit of a token's index, and for the
 complement of the bit, identify the token at each position.
 
 *Links.* Each token has noise in one layer's output, and later outputs are zero at this token. A
@@ -59,10 +59,10 @@ class TokenOrder:
     """The order of the first layer's tokens relative to the input and the output.
 
     Attributes:
-        given: for each token of the first layer the token's number in the explained input (B, L),
-            or -1 for a token that is not in the input; None if the numbers are the same.
-        output: for each output token the token's number in the first layer (L,); None if the
-            numbers are the same, or if the output has no tokens.
+        given: for each token of the first layer the token's index in the explained input (B, L),
+            or -1 for a token that is not in the input; None if all indices are the same.
+        output: for each output token the token's index in the first layer (L,); None if all
+            indices are the same, or if the output has no tokens.
     """
 
     given: Tensor | None
@@ -149,7 +149,7 @@ def _same_mask(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def _repeats(parts: Sequence[object]) -> bool:
-    """Return True if a sequence repeats a shorter sequence two or more times."""
+    """Return True if a sequence is a shorter sequence, repeated two or more times."""
     n = len(parts)
     return any(n % k == 0 and parts[k:] == parts[:-k] for k in range(1, n // 2 + 1))
 
@@ -196,7 +196,7 @@ class _Same:
 
 
 def _kind(replays: Replays, output: Tensor) -> Iterator[Any]:
-    """Yield the shapes, types and mixers that must be equal to reuse a cached structure."""
+    """Yield the shapes, types and mixers of a run; a cached structure applies if all are equal."""
     for x in (replays.start, output, *(layer.call.hidden_states for layer in replays.layers)):
         yield x.shape, x.dtype, x.device
     yield from (_Same(layer.mixer.module) for layer in replays.layers)
@@ -249,7 +249,7 @@ class _OrderSearch:
         self.own = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
         #: Number of layers that have run in the current replay.
         self.ran = 0
-        #: For each token of the first layer the token's number in the root (B, L), or -1 for none.
+        #: For each token of the first layer the token's index in the root (B, L), or -1 for none.
         self.given, root = self.own, replays.root
         self.in_place = root is not None and root.shape[1] == keep.shape[1]
         if not self.in_place:
@@ -277,7 +277,7 @@ class _OrderSearch:
                 "again with the same outputs of the mixers. Remove randomness, such as a dropout "
                 "called with training=True, and any state that forward_func keeps between calls."
             )
-        #: Whether the output has one row for each token of the layers. A pooled output has not.
+        #: Whether the output has one vector for each token of the layers. A pooled output has not.
         self.per_token = output.dim() == 3 and output.shape[:2] == keep.shape
 
     def order(self, k: int) -> Tensor | None:
@@ -294,7 +294,7 @@ class _OrderSearch:
     # --- places ----------------------------------------------------------------------------
 
     def find_places(self) -> Tensor | None:
-        """Find every layer's token order; return the first layer's token numbers in the input."""
+        """Find all token orders; return for each first-layer token the index in the input."""
         replays, own = self.replays, self.own
         self.roots = [(replays.root, self.given)]
         rolled = own.shape[1] > _FEW and self.all_real
@@ -327,7 +327,7 @@ class _OrderSearch:
         return self._of_input(given)
 
     def _of_input(self, given: Tensor) -> Tensor | None:
-        """Convert token numbers in the root to numbers in the input; None if they are the same."""
+        """Convert token indices in the root to indices in the input; None if both are the same."""
         replays = self.replays
         if replays.start.dim() not in (2, 3):
             return None
@@ -341,9 +341,9 @@ class _OrderSearch:
         return None if same else given.cpu()
 
     def _subsets(self) -> Iterator[Tensor]:
-        """Yield sets of tokens (B, L) that distinguish every token of the batch from every other.
+        """Yield masks (B, L), sets of tokens with noise, that together detect tokens out of order.
 
-        Up to ``_FEW`` tokens, each token is in a different half of the sets. For more tokens the
+        Up to ``_FEW`` tokens, no two tokens are in the same sets. For more tokens the
         sets are a random half and its complement. With padding, for which :meth:`_rolls` is not
         possible, three such pairs are drawn.
         """
@@ -358,7 +358,7 @@ class _OrderSearch:
             yield from (on, ~on)
 
     def _sets_by_bit(self, tokens: int) -> Iterator[Tensor]:
-        """Yield one mask (B, L) per bit, True where ``number ^ example number`` has this bit."""
+        """Yield one mask (B, L) per bit, True if ``token index ^ example index`` has this bit."""
         salted = torch.arange(tokens, device=self.keep.device) ^ self._salt()
         for bit in range(max(1, (max(tokens, len(self.keep)) - 1).bit_length())):
             yield (salted >> bit & 1).bool()
@@ -381,7 +381,7 @@ class _OrderSearch:
         return bool(answers[0] and answers[1])
 
     def _rolls(self) -> bool:
-        """Return True if rolling all tokens and outputs by one rolls every layer's input by one.
+        """Return True if shifting all tokens and outputs by one shifts every layer's input by one.
 
         An order that moves only some tokens gives False, and so do position embeddings that are
         added between layers.
@@ -436,7 +436,7 @@ class _OrderSearch:
         return changed(entering, self.entering[k])
 
     def _read(self, tokens: int, spread: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        """Decode each layer's token numbers (B, L), -1 for none, from two replays for each bit."""
+        """Find by replays the token index that each layer reads at each position, -1 for none."""
         found: list[Tensor] = []
         for bit, has in enumerate(self._sets_by_bit(tokens)):
             there = [x.to(self.keep.device) for x in spread(has)]
@@ -449,7 +449,7 @@ class _OrderSearch:
         return [torch.where(places < 0, -1, places ^ self._salt()) for places in found]
 
     def _mixed(self, k: int, spread: Callable[[Tensor], Any], on: Tensor) -> InputError:
-        """Return the error that names the module that mixed tokens before layer k."""
+        """Return an error that names the module, if found, that mixed tokens before layer k."""
         there, others = (self._inside(k, functools.partial(spread, x)) for x in (on, ~on))
         calm = self._inside(k, self._silent)
         where = f"after {_lower_first(self.names[k - 1])}" if k else "before the first layer"
@@ -498,7 +498,7 @@ class _OrderSearch:
     # --- links -----------------------------------------------------------------------------
 
     def links(self) -> Tensor:
-        """Return a mask of the earlier outputs that each layer reads, with noise in either root.
+        """Return a mask of the earlier outputs that each layer reads, as found from either root.
 
         Noise in the input reaches all branches of the residual stream. Noise at the first block
         also reaches tokens that are not in the input. :meth:`_links` defines rows and columns.
@@ -544,7 +544,7 @@ class _OrderSearch:
         return found
 
     def _link(self, slots: Tensor, found: Tensor) -> None:
-        """Find by two replays which earlier outputs layers read, and set these in ``found``.
+        """Find by two replays the earlier outputs that layers read; set them to True in ``found``.
 
         ``slots`` (B, L) is the column that is tested at each token of the first layer.
         """
@@ -611,7 +611,7 @@ def _other_shape(name: str, x: Tensor, before: Tensor) -> str:
 
 
 def _both_change(calm: Tensor, one: Tensor, other: Tensor) -> bool:
-    """Return True if noise at one set of tokens and noise at another change the same number."""
+    """Return True if an entry depends on both token sets: it changes with noise at either one."""
     if calm.shape != one.shape or calm.shape != other.shape:
         return False
     limit = UNITS * torch.finfo(calm.dtype).eps * calm.abs().max()
@@ -691,7 +691,7 @@ def tokens_read(replays: Replays) -> list[Tensor | None]:
 
 
 def _halves(tokens: int) -> Tensor:
-    """Return a mask (tokens, sets) that puts each token into a different half of the sets."""
+    """Return a mask (tokens, sets): each token is in half of the sets, no two in the same half."""
     count = next(n for n in itertools.count(2) if math.comb(n, n // 2) >= tokens)
     chosen = itertools.islice(itertools.combinations(range(count), count // 2), tokens)
     index = torch.tensor(list(chosen), device="cpu")
@@ -699,7 +699,7 @@ def _halves(tokens: int) -> Tensor:
 
 
 def _arrived(replays: Replays, entering: Sequence[Tensor], on: Tensor) -> list[Tensor]:
-    """Replay with noise at first tokens ``on`` (B, L); return each layer's changed positions."""
+    """Replay with noise at the input tokens ``on`` (B, L); return each layer's changed tokens."""
     found: list[Tensor] = []
 
     def leaf(k: int, x: Tensor) -> Tensor:
@@ -715,7 +715,7 @@ def _arrived(replays: Replays, entering: Sequence[Tensor], on: Tensor) -> list[T
 
 
 def _decoded(changes: Tensor, sets: Tensor, tokens: int) -> Tensor | None:
-    """Return the token number at each position (B, L'), from the sets that changed the position.
+    """Return the index of the token that each position reads (B, L'); None if it reads several.
 
     Args:
         changes: a mask of the positions that changed (B, L', sets).

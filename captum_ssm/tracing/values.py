@@ -38,12 +38,12 @@ def _eps(x: Tensor) -> float:
 
 
 def fit(branches: Sequence[Branch], change: Tensor, x: Tensor) -> Way | None:
-    """Return the steps to ``x`` if its change is a multiple of a branch's change, else None.
+    """Return the affine steps to ``x`` if its change is a multiple of a branch's change, else None.
 
     Args:
         branches: the tensors computed from a mixer's output, latest last.
         change: the change of ``x`` at the tokens with noise.
-        x: the tensor. The factor may be one number, or one number per feature.
+        x: the tensor. The factor may be a scalar, or one scalar per feature.
     """
     if not change.numel():
         return None
@@ -106,7 +106,7 @@ def change_at(now: Tensor, before: Tensor, at: Tensor) -> Tensor:
 
 
 def rows_at(x: Tensor, at: Tensor) -> Tensor:
-    """Return the tokens of ``x`` (B, L, ...) at indices ``at`` of the B * L flattened tokens."""
+    """Return the tokens of ``x`` (B, L, ...) at ``at``, which are indices from 0 to B * L - 1."""
     return x.flatten(0, 1).index_select(0, at.to(x.device))
 
 

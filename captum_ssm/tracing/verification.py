@@ -3,7 +3,7 @@
 The checks compare sums over all tokens with random signs (Freivalds 1979). Such a sum costs one
 adjoint of the operator, and an error at any token changes it. Rounding errors of many tokens partly
 cancel in a sum, so the tolerance of sums is smaller. If the whole output is computed anyway, its
-numbers are compared as well.
+entries are compared as well.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ Error: TypeAlias = float | tuple[Ratio, ...]
 
 
 class Errors(NamedTuple):
-    """Errors of an operator's output, relative to the largest number of its module's output.
+    """Errors of an operator's output, relative to the largest value in the module's output.
 
     Attributes:
-        numbers: largest error of single numbers; 0 if none was compared.
+        numbers: largest error of single entries of the output; 0 if none was compared.
         sums: largest error of sums over all tokens with random signs, divided by the square root
             of the number of tokens.
 
@@ -112,7 +112,7 @@ def accepted(error: Error, limit: float) -> bool:
 
 
 def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
-    """Return the errors of ``rebuilt`` (B, L, E) in single numbers and sums with random signs."""
+    """Return the errors of ``rebuilt`` (B, L, E) in single entries and sums with random signs."""
     differences = rebuilt - real.to(rebuilt)
     batch, tokens, *_ = real.shape
     signs = _signs(_DRAWS, batch, tokens, rebuilt)
@@ -149,17 +149,17 @@ def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
 
 
 def _of_sums(differences: Tensor, real: Tensor) -> float:
-    """Return the largest sum over L tokens, divided by sqrt(L) and by max|real|."""
+    """Return the largest of the sums over L tokens, divided by sqrt(L) and by max|real|."""
     return float(_largest(differences, real) / math.sqrt(real.shape[1]))
 
 
 def _ratios(
     real: Tensor, differences: Tensor | None, sums: Tensor
 ) -> tuple[tuple[Ratio, ...], tuple[Ratio, ...]]:
-    """Return errors of single numbers and of sums as ratios on the device, which are read later.
+    """Return errors of single entries and of sums as ratios on the device, which are read later.
 
     ``real`` (B, L, E) is the module's output, which must be finite. ``differences`` are the errors
-    of single numbers, or None. ``sums`` are the errors of sums.
+    of single entries, or None. ``sums`` are the errors of sums.
     """
     size, of_sums, *of_numbers = largest([x for x in (real, sums, differences) if x is not None])
     at_most(size, torch.finfo(size.dtype).max)
@@ -169,7 +169,7 @@ def _ratios(
 
 
 def _largest(differences: Tensor, real: Tensor) -> Tensor:
-    """Return the largest of ``differences`` divided by the largest number of ``real``."""
+    """Return max|differences| / max|real| as a tensor, which stays on the device."""
     size = _size(real).to(differences).clamp_min(torch.finfo(real.dtype).tiny)
     return _size(differences) / size
 
@@ -200,7 +200,7 @@ def _combined(operator: Operator, row: Tensor, values: Tensor) -> Tensor:
     others: list[Tensor] = []
 
     def back(part: Operator, row: Tensor) -> Tensor:
-        """Apply the adjoint of ``part`` to ``row``, and collect products of ``row`` and offsets."""
+        """Apply the adjoint of ``part`` to ``row``; collect ``row`` times the offset of ``part``."""
         if isinstance(part, Chain):
             for each in part.parts:  # the last one acts first
                 row = back(each, row)

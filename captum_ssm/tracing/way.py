@@ -36,7 +36,7 @@ class AffineStep(NamedTuple):
 
     @property
     def is_of_tokens(self) -> bool:
-        """Return True if the factor is one number for each token (B, L, 1)."""
+        """Return True if the factor is one scalar for each token (B, L, 1)."""
         factor = self.factor
         return (
             isinstance(factor, Tensor)

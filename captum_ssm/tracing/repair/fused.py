@@ -39,7 +39,7 @@ def _norm(
     is_rms_norm: bool = False,
     num_groups: int = 1,
 ) -> Any:
-    """Return a norm of x + residual in channel groups; with ``prenorm`` also return the sum."""
+    """Return a norm of x + residual per channel group; with ``prenorm`` also return the sum."""
     wide = torch.promote_types(x.dtype, torch.float32)
     total = x.to(wide) if residual is None else x.to(wide) + residual.to(wide)
     grouped = torch.unflatten(total, -1, (num_groups, -1))

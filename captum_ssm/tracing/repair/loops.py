@@ -4,7 +4,7 @@ Packages contain kernels for GPUs and, for CPUs, loops over tokens in plain torc
 loops slice a tensor of all tokens, and the backward pass of each slice writes a whole tensor of
 zeros. This is quadratic in L, and takes minutes per layer at a few hundred tokens. Loops of
 selective scans also keep the states of all tokens at once. The functions here compute the same
-numbers, but split and stack the tokens only once.
+results, but split and stack the tokens only once.
 
 If fla is installed, transformers calls fla's kernels on a CPU or on MPS as well, which the kernels
 do not support. There transformers' own function replaces the kernels.
@@ -34,9 +34,9 @@ Average = list[Tensor]
 
 @contextmanager
 def repaired_scans() -> Iterator[None]:
-    """Replace CPU loops of imported packages, until the last nested context exits.
+    """Replace slow CPU loops over tokens in imported packages, until the last nested context exits.
 
-    The numbers are the same up to rounding. Contexts may be nested, and entered by several
+    Results are the same up to rounding. Contexts may be nested, and entered by several
     threads.
 
     Yields:
@@ -190,7 +190,7 @@ def wkv(
 
 
 def _joined(average: Average, exponent: Tensor, value: Tensor) -> Average:
-    """Add ``value`` with weight exp(exponent) to an average; no exponential exceeds 1."""
+    """Add ``value`` with weight exp(exponent) to RWKV's running average, without overflow."""
     numerator, denominator, largest = average
     top = torch.maximum(largest, exponent)
     before, here = torch.exp(largest - top), torch.exp(exponent - top)
@@ -198,7 +198,7 @@ def _joined(average: Average, exponent: Tensor, value: Tensor) -> Average:
 
 
 def _without_kernel(kernel: Function) -> Function:
-    """On CPUs and MPS, call transformers' own function in place of fla's kernel."""
+    """Wrap fla's kernel so that calls on a CPU or MPS run transformers' own function."""
     reference = inspect.unwrap(kernel)
 
     @functools.wraps(kernel)
