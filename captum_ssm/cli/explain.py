@@ -261,7 +261,7 @@ def _files(
 
 
 def _is_answer(options: argparse.Namespace) -> bool:
-    """Return True if an option asks to explain the spans of a generated or given answer."""
+    """Return True if options request explanations of a generated or given answer's spans."""
     names = ("generate", "answer", "spans", "prompt_spans", "hops")
     return any(getattr(options, name) is not None for name in names)
 

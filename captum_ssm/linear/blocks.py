@@ -161,7 +161,7 @@ class Blocks:
 
     @contextmanager
     def reading(self, read: Read) -> Iterator[None]:
-        """Pass gradients of steps inside blocks to ``read`` in backward passes in the ``with``."""
+        """In the ``with``, backward passes call ``read`` for each mixer call inside a block."""
         self._read = read
         try:
             yield

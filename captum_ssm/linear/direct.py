@@ -33,7 +33,7 @@ class Local:
         output: the output, or the sequence, (B, L, E).
         mixers: the number of the last mixer call, from 1, on which the output depends; 0 for none.
             Before :meth:`DirectPaths.place`, the number of mixer calls that ran before.
-        part: the key of the tensor when the model runs again. Default: the run's input.
+        part: the module and call that return the output. Default: the run's input.
         given: for each token of the first layer the token's index in the output (B, L), or -1 for
             none; None if all indices are the same. Default: None.
         is_placed: whether ``mixers`` and ``given`` are known. Default: True.
@@ -58,7 +58,7 @@ class DirectPaths(Watcher):
 
     Attributes:
         mode: the rules and the constants.
-        entries: the sequences that entered the modules around the first mixer. The residual stream
+        entries: the sequences that entered the modules with the first mixer. The residual stream
             begins at one of them, or at the input itself. Default: empty.
         outputs: the output of each mixer call, in order. Default: empty.
         locals: the outputs of nonlinear modules that act within tokens, in order. Default: empty.
@@ -84,7 +84,7 @@ class DirectPaths(Watcher):
     _calls: Counter[nn.Module] = field(default_factory=Counter)
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
-        """Begin new graphs at the sequences that enter the modules around the first mixer."""
+        """Begin new graphs at the sequences that enter the modules with the first mixer."""
         if self.outputs:
             return None
         self._calls[module] += 1

@@ -21,7 +21,7 @@ _GATE = "gate"
 
 @dataclass(frozen=True, eq=False)
 class Core:
-    """A kernel's result, or its product with a gate, as a function of factors.
+    """A kernel's result, with or without a gate, as a function of factors that share relevance.
 
     Attributes:
         reading: the mixer call, which runs under the rules.
@@ -29,7 +29,7 @@ class Core:
         roles: the role of each factor, and the factor's token dimension.
         factors: the factors by name.
         gate: the gate that multiplies a linear map of the result. Default: None.
-        at_rest: the gate's value if its input is 0. Default: 0.
+        at_rest: the gate's value for an input of 0. Default: 0.
         result: the kernel's output, if there is a gate. Default: None.
         mapped: the kernel's output after a linear map, if there is a gate. Default: None.
         key: a key that identifies this object among all that divide relevance.

@@ -40,7 +40,7 @@ _ATTRIBUTE, _VIEW, _PRODUCT = object(), object(), object()
 
 
 def _kinds() -> dict[Any, object]:
-    """Return the kind of each function that models call often, for a fast look-up."""
+    """Return by function its kind (attribute, view or product), to skip the rules quickly."""
     attributes = "shape dtype device layout ndim is_cuda"
     sizes = "size dim stride numel is_floating_point is_complex is_contiguous __len__"
     views = """
@@ -78,8 +78,8 @@ class LookUp:
     """The look-up of the explained ids in one embedding table.
 
     Attributes:
-        leaf: the rows that were looked up, (B, L', ...), in which the network is linear.
-        given: for each row the position of its id among the explained ids (B, L'), -1 for a
+        leaf: the embeddings that were looked up, (B, L', ...), in which the network is linear.
+        given: for each embedding the id's position among the explained ids (B, L'), -1 for a
             different id; None if the positions are 0 .. L - 1.
         table: the embedding table, (V, ...).
     """
@@ -337,7 +337,7 @@ class Linearizing(TorchFunctionMode):
     def _read(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check with :meth:`known` the arguments that a function reads; return all arguments.
+        """Refuse arguments that a kernel may have written without torch; return all arguments.
 
         A weight is not checked: a kernel may have unpacked it without torch, but not from an input.
         """

@@ -354,7 +354,7 @@ class Network(Watcher):
         return any(known.get(x.grad_fn, False) for x in read)
 
     def _checked(self, linear: LinearMixer, mixer: Mixer, call: Call) -> LinearMixer:
-        """Check a linear mixer, and record its outputs that later mixers read.
+        """Check a linear mixer, and record further outputs that later mixers read directly.
 
         Raise for examples without a real token, and for coefficients that are not finite.
         """

@@ -89,11 +89,11 @@ def frozen_norms(
 
 
 class _Norms(TorchFunctionMode):
-    """Detaches the roots of norms, or replaces them by the roots of a kept run."""
+    """Detaches the roots by which norms divide, or uses the roots of a run on ``keep``."""
 
     def __init__(self, batch: int | None) -> None:
         super().__init__()
-        #: Number of examples in ``keep`` if larger batches repeat each by itself; else None.
+        #: Number of examples in ``keep`` if later batches repeat each example in place; else None.
         self.batch = batch
         #: Function names and roots: of the run on ``keep``, and of the present run so far.
         self.kept: list[tuple[str, Tensor]] | None = None

@@ -249,7 +249,7 @@ def is_read(module: nn.Module, sequence: Tensor, divides: bool, continues: bool 
 def _loops(module: nn.Module, device: torch.device) -> bool:
     """Return True if a mixer's scan is a loop over tokens, whose graph takes much time and memory.
 
-    This is tested once for each kind of device, on two tokens: a kernel has a custom backward.
+    The scan runs on two tokens, once per kind of device. A kernel's result has a custom backward.
     """
     code = vars(sys.modules[type(module).__module__])
     kernel = next(

@@ -107,7 +107,7 @@ TANGENT = frozenset(
 
 @functools.cache
 def plain(name: str) -> str:
-    """Return a function's usual name, such as "add" for "__radd__", without a namespace's prefix."""
+    """Return a function's usual name without a prefix, such as "add" for "__radd__"."""
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
     return ALIASES.get(name, name)

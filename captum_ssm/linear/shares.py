@@ -208,7 +208,7 @@ class _Outer:
         return back
 
     def _moved(self, nodes: Tensor) -> Moved:
-        """Return the factors' values at the nodes; factors whose reference is "own" are left out."""
+        """Return the factors' values at the nodes, except of factors with the reference "own"."""
         masks: dict[Operator, Tensor | None] = {}
         follow_mask(self.operator, self.mask, masks)
         moved: dict[Operator, dict[str, Tensor]] = {}

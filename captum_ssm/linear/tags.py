@@ -56,7 +56,7 @@ class Tags:
 
     @functools.cached_property
     def _step(self) -> int:
-        """The prime whose multiples are tags, large so that tags survive a hash table's modulus."""
+        """The prime whose multiples are tags, as large as ids with tags in 32 bits allow."""
         each = 2 * self.ids.numel() + 1
         step = (2**31 - _IDS) // each
         step = step if step >= _LEAST else 2**31 - 1  # tags that a cast to 32 bits destroys
@@ -159,7 +159,7 @@ class Tags:
         return _view_like(cells, x) if like.element_size() == x.element_size() else numbers + 1
 
     def _keep(self, x: Tensor, tagged: Tensor | None) -> None:
-        """Follow all tensors in the memory of ``x``; ``tagged`` is None if tags are unknown."""
+        """Store the tagged copy of the memory of ``x``; ``tagged`` is None if tags are unknown."""
         size = x.untyped_storage().nbytes() // x.element_size()
         cells = _on_host(x.detach().as_strided((size,), (1,), 0))
         if tagged is None or tagged.shape != x.shape:

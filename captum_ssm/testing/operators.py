@@ -426,7 +426,7 @@ class _Check:
             raise AssertionError(f"{self._about(clause)}: the operator must keep this promise.")
 
     def raises(self, clause: str, error: type[Exception], ask: Callable[[], Any]) -> None:
-        """Raise unless the call ``ask()`` raises an error of the given class."""
+        """Raise unless the call ``ask()`` raises an error of class ``error``."""
         try:
             ask()
         except error:

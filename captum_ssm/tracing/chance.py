@@ -37,7 +37,7 @@ _RANDOM_IF: dict[str, tuple[str, int, Any, str]] = {
 
 
 def refusals(model: nn.Module) -> dict[str, Callable[[str, Arguments, Options], None]]:
-    """Return a check for each torch function that can be random, which raises for such calls."""
+    """Return checks by the name of a torch function; each check raises if a call is random."""
     return dict.fromkeys(_RANDOM_IF, functools.partial(_refuse, model))
 
 

@@ -292,8 +292,8 @@ def _chosen(found: list[Mixer], layer: str | nn.Module) -> Mixer:
 def strangers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield modules that look like mixers but have no adapter.
 
-    Modules inside or around a supported mixer are left out. An explanation that ignored a call of
-    a yielded module would be silently wrong.
+    Modules inside a supported mixer, or containing one, are left out. Ignoring a call of a yielded
+    module would make an explanation silently wrong.
     """
     names = [name for mixer in registered_mixers(model) for name in mixer.names]
     for name, module in model.named_modules():

@@ -170,16 +170,16 @@ class Layer:
 
     @property
     def written(self) -> LinearMixer:
-        """The linear mixer with its output multiplied by :attr:`factor`."""
+        """The linear mixer, with the output multiplied by the hooks' :attr:`factor`."""
         factor = self.factor
         return self.linear if factor is None else scaled_output(self.linear, self.in_order(factor))
 
     @functools.cached_property
     def map(self) -> TokenMap | None:
-        """The token map of a mixer that reads a map (such as an image) or its windows; else None.
+        """The 2-D grid of the tokens if the mixer reads images or windows of images; else None.
 
-        It is None if no module around the mixer received a map. The mixer is then not linearized,
-        which saves memory.
+        None also if no module containing the mixer received a grid, in which case the mixer is not
+        linearized, to save memory.
         """
         received_map = any(len(size) >= 4 for size in self.call.around.values())
         return self.linear.map if received_map else None

@@ -40,7 +40,7 @@ class Watcher:
         return False
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
-        """Receive the arguments of a module around a mixer; return replacements, or None.
+        """Receive the arguments of a module that contains a mixer; return new ones, or None.
 
         ``is_block`` is True if the module's input is the residual stream.
         """
@@ -141,7 +141,7 @@ class _Calls:
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
         self.watchers = watchers
-        #: Shape of the first floating input of each entered module around a mixer, latest last.
+        #: Shape of the first floating input of each running module with a mixer, latest last.
         self.entered: dict[nn.Module, torch.Size] = {}
         #: For each running mixer its contexts and the calls of its child modules; None for a child
         #: that was called again.

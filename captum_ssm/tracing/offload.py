@@ -31,7 +31,7 @@ def linearize(mixer: Mixer, call: Call, *, running: bool = False) -> LinearMixer
     Args:
         mixer: the mixer.
         call: the mixer's recorded call.
-        running: whether the modules around the mixer are running, so that their weights are
+        running: whether the modules with the mixer are running, so that their weights are
             loaded. Default: False.
     """
     hooked = _hooked(mixer, running)
@@ -42,7 +42,7 @@ def linearize(mixer: Mixer, call: Call, *, running: bool = False) -> LinearMixer
 
 
 def _hooked(mixer: Mixer, running: bool = False) -> list[nn.Module]:
-    """Return the modules in and around a mixer whose weights are offloaded or split."""
+    """Return modules inside or containing a mixer whose weights are offloaded or split."""
     around = () if running else reversed(mixer.around)
     return [m for m in (*around, *mixer.module.modules()) if _is_hooked(m) or is_split(m)]
 
@@ -50,7 +50,7 @@ def _hooked(mixer: Mixer, running: bool = False) -> list[nn.Module]:
 def _loading(
     hooked: Sequence[nn.Module], mixer: Mixer, call: Call, linear: LinearMixer
 ) -> LinearMixer:
-    """Return the linear mixer with a projection that loads the needed weights at each call."""
+    """Return the linear mixer; the output projection loads offloaded weights at each call."""
     if not hooked:
         return linear
 
@@ -64,7 +64,7 @@ def _loading(
 def lasting_form(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
     """Return the linear mixer with its output projection stored as an affine map.
 
-    A map would keep offloaded weights in memory, so for these the projection loads the weights.
+    A stored map would keep offloaded weights in memory, so these are loaded at each call instead.
     """
     hooked = _hooked(mixer)
     if any(map(_is_hooked, hooked)):

@@ -141,7 +141,7 @@ def scaled_output(linear: LinearMixer, factor: Tensor) -> LinearMixer:
 class _LinearCalls(TorchFunctionMode):
     """Records the calls of torch's ``linear``: input, weight, bias and result.
 
-    For a call on ``first``, the projection's own argument, the product is not computed.
+    A call on ``first``, the projection's own argument, computes nothing: the weight suffices.
     """
 
     def __init__(self, first: Tensor) -> None:

@@ -174,7 +174,7 @@ class Trace:
 
 
 def _linearized(trace: weakref.ref[Trace], is_of_the_run: bool, layer: Layer) -> LinearMixer:
-    """Build the linear mixer of a layer, even if the layer's trace no longer exists."""
+    """Build a layer's linear mixer on demand, even if the layer's trace no longer exists."""
     record = trace()
     if record is None:
         record = Trace(0 if is_of_the_run else None)
@@ -198,7 +198,7 @@ def _errors(layer: Layer, linear: LinearMixer) -> Errors:
 
 
 def _received_more(call: Call) -> bool:
-    """Return True if the call has arguments besides the sequence and plain values."""
+    """Return True if a call has more than the sequence and plain values, perhaps a mask."""
     sequence = call.hidden_states
     others = (x for x in (*call.args, *call.kwargs.values()) if x is not sequence)
     return any(not isinstance(x, type(None) | bool | int | float | str) for x in others)

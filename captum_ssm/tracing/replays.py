@@ -57,7 +57,7 @@ class Beginning:
         looked_up: the first embeddings of the ids (B, L, E); None until found.
         is_ambiguous: whether the ids that were looked up are a different tensor with equal
             values. The reversed ids of a palindrome would be equal, too.
-        entered: the first sequence of each length that entered a module around a mixer.
+        entered: the first sequence of each length that entered a module with a mixer.
         shifted: the outputs of modules of the classes :data:`WITHIN_TOKENS`, by module.
     """
 
@@ -126,7 +126,7 @@ class Beginning:
     def at_entry(
         self, shape: torch.Size | None, change: Callable[[Tensor], Tensor]
     ) -> Iterator[None]:
-        """Apply ``change`` to the first sequence of a shape that enters a module around a mixer.
+        """Apply ``change`` to the first sequence of a shape that enters a module with a mixer.
 
         Args:
             shape: the shape; None to change every sequence.
@@ -189,8 +189,8 @@ class Replays:
         self._call, self._vouched = call, vouched
         self._known: dict[Any, Tensor] = {}
         self.root: Tensor | None = start
-        #: The largest value around the mixers, by number of features, once measured. Noise must
-        #: be visible in a residual stream that is a thousand times larger than an output.
+        #: The largest inputs of modules with mixers, by number of features, once measured. Noise
+        #: must be visible in a residual stream that is a thousand times larger than an output.
         self._largest: dict[int, Tensor] = {}
         #: Mixers whose replayed outputs include the changes by other forward hooks.
         self._settled: set[nn.Module] = set()

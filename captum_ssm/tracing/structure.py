@@ -205,8 +205,8 @@ def _kind(replays: Replays, output: Tensor) -> Iterator[Any]:
 def note_streams(replays: Replays) -> None:
     """Set ``has_stream`` of layers whose token order could not be determined.
 
-    The input has noise, and all mixers return zeros. If the noise does not reach a later layer, no
-    residual connection bypasses the mixer before, whose output has the noise in the next replay.
+    The input has noise, and all mixers return zeros. If noise does not reach layer k, no residual
+    connection bypasses layer k - 1. In the next replay the output of layer k - 1 has the noise.
     """
     layers, first = replays.layers, -1
     while first < len(layers) - 1:
@@ -281,7 +281,7 @@ class _OrderSearch:
         self.per_token = output.dim() == 3 and output.shape[:2] == keep.shape
 
     def order(self, k: int) -> Tensor | None:
-        """Return the token order (L,) of layer k, or of the output for the last k, or None."""
+        """Return the token order (L,) of layer k (last k: the output); None if it is unchanged."""
         order = self.orders[k]
         if order is None:
             return None
@@ -572,7 +572,7 @@ class _OrderSearch:
             found[k] |= read[:none]
 
     def _link_pooled(self, found: Tensor) -> None:
-        """Find by replays the layers that a pooled output reads; set the last row of ``found``."""
+        """Find the layers that a pooled output reads; set the last row of ``found`` accordingly."""
         last = len(self.leaves) - 1
         stage = [k for k in range(last + 1) if k == last or torch.equal(found[k], found[last])]
 
@@ -619,7 +619,7 @@ def _both_change(calm: Tensor, one: Tensor, other: Tensor) -> bool:
 
 
 def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], bool]]:
-    """Group layers by the stream that they read; return each group with its ``has_stream``.
+    """Group layers by residual stream; return each group, and True if the stream bypasses it.
 
     Raises:
         NotAChain: when stages do not follow each other.

@@ -180,7 +180,7 @@ def steps_of(module: nn.Module, x: Tensor, out: Tensor) -> Way | None:
 
 
 def _quotient(x: Tensor, y: Tensor, dim: int) -> Tensor:
-    """Return the least-squares factors from ``y`` to ``x`` along a dimension."""
+    """Return the factors that fit ``x`` to ``y * factors`` by least squares along ``dim``."""
     return (x * y).sum(dim, keepdim=True) / y.square().sum(dim, keepdim=True).clamp_min(1e-300)
 
 

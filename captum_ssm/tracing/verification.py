@@ -200,7 +200,7 @@ def _combined(operator: Operator, row: Tensor, values: Tensor) -> Tensor:
     others: list[Tensor] = []
 
     def back(part: Operator, row: Tensor) -> Tensor:
-        """Apply the adjoint of ``part`` to ``row``; collect ``row`` times the offset of ``part``."""
+        """Apply the adjoint of ``part`` to ``row``; collect ``row`` times ``part.offset()``."""
         if isinstance(part, Chain):
             for each in part.parts:  # the last one acts first
                 row = back(each, row)
