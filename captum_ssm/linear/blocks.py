@@ -40,7 +40,7 @@ def outside(number: int) -> Place:
 
 
 def lists_of_blocks(model: nn.Module, mixers: Sequence[Mixer]) -> dict[nn.Module, str]:
-    """Return the members, with names, of the innermost module lists that contain mixers' blocks.
+    """Return all modules, with names, in the innermost module lists that contain mixers' blocks.
 
     Raises:
         OptionError: if no module list contains such a block.

@@ -57,7 +57,7 @@ class DirectPaths(Watcher):
     """The sources of a network's direct paths, as :func:`direct_paths` yields them.
 
     Attributes:
-        mode: the rules and the constants.
+        mode: the torch function mode that applies the rules and records constants.
         entries: the sequences that entered the modules with the first mixer. The residual stream
             begins at one of them, or at the input itself. Default: empty.
         outputs: the output of each mixer call, in order. Default: empty.
@@ -84,7 +84,7 @@ class DirectPaths(Watcher):
     _calls: Counter[nn.Module] = field(default_factory=Counter)
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
-        """Begin new graphs at the sequences that enter the modules with the first mixer."""
+        """Begin new graphs at the sequences that enter modules containing the first mixer."""
         if self.outputs:
             return None
         self._calls[module] += 1

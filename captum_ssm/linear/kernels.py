@@ -105,7 +105,7 @@ def _vectors(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: 
 
 
 def _unread(x: Any) -> Any:
-    """Replace a returned last state by zeros, since an explained run does not read it again."""
+    """Replace a returned last state by zeros, since an explained run does not use this state."""
     if not isinstance(x, Tensor):
         return x
     with unseen():

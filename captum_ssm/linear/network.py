@@ -80,7 +80,7 @@ class Network(Watcher):
     """A network linear in its input, as :func:`linearized` yields it.
 
     Attributes:
-        mode: the rules and the constants.
+        mode: the torch function mode that applies the rules and records constants.
         mixers: the mixers of the model.
         sites: the activations that are read or cut.
         keeps_steps: whether the inputs and outputs of mixers are kept. Default: True.
@@ -207,7 +207,7 @@ class Network(Watcher):
         return swapped(given, again) if again else None
 
     def begin_again(self) -> None:
-        """Clear the records of tensors that entered blocks."""
+        """Clear the records of tensors that entered blocks, after a block has run again."""
         for known in (self._entering, self._entered, self._first):
             known.clear()
 
@@ -565,7 +565,7 @@ def _apply(
     Args:
         operator: the operator.
         values: a list with one tensor, which is removed from the list so that it can be freed.
-        mode: the rules.
+        mode: the torch function mode that applies the rules.
         mask: True for real tokens (B, L), or None.
     """
     if isinstance(operator, Chain):

@@ -154,7 +154,7 @@ def filling(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[st
 def _beside(
     mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> Any:
-    """Record the result without tensors depending on the input as a constant; return ``out``."""
+    """Set tensors depending on the input to 0; record the result as a constant; return ``out``."""
     kwargs = {name: mode.constant_part(value) for name, value in kwargs.items()}
     constant = func(*map(mode.constant_part, args), **kwargs)
     return mode.ledger.included(out, constant) if may_hold_any(constant) else out
@@ -335,7 +335,7 @@ def with_summand(product: Callable[..., Tensor], left: str, right: str) -> Rule:
 
 
 def lerp(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute lerp as x + (end - x) * weight."""
+    """Compute lerp as x + (end - x) * weight, by the rules of sums and products."""
     (x, end, weight), _ = positional(args, kwargs, "input", "end", "weight")
     difference = summing(mode, torch.sub, (end, x), {})
     return summing(mode, torch.add, (x, mode.product(torch.mul, (difference, weight), {})), {})
@@ -360,7 +360,7 @@ def layer_norm(
 def group_norm(
     mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Compute group_norm: center each channel group, and divide by a frozen deviation."""
+    """Compute group_norm: center each channel group; divide by a frozen standard deviation."""
     x, groups, weight, bias, eps = filled(
         args, kwargs, ("input", "num_groups", "weight", "bias", "eps"), (None, None, 1e-5)
     )
@@ -373,7 +373,7 @@ def group_norm(
 def instance_norm(
     mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
-    """Compute instance_norm: center each example's channels, and divide by a frozen deviation."""
+    """Compute instance_norm: center each channel; divide by a frozen standard deviation."""
     args, kwargs = _named(func, args, kwargs)
     names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats")
     x, mean, variance, weight, bias, of_input, _, eps, *_ = filled(

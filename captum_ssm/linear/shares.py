@@ -152,7 +152,7 @@ class _Outer:
     Attributes:
         operator: the product of these operators.
         rule: the rule.
-        chosen: the operator's coefficients that get a share, as pairs of leaf and name.
+        chosen: the operator's coefficients that get a share, as pairs of operator and name.
         ledger: the ledger that records the contribution of reference values.
         labels: the paths that a backward pass follows.
         mask: True for real tokens (B, L), or None.
@@ -169,7 +169,7 @@ class _Outer:
     _known: list[Back] = field(default_factory=list)
 
     def followed(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients at values and factors along the paths that this pass follows."""
+        """Return gradients at values and factors, only along paths that this pass follows."""
         label, begun = self.labels.label, self.labels.begun
         of_values, found = self.averaged(x, gradient)
         if label == "content":

@@ -138,7 +138,7 @@ class Sites:
     """The activations that are read or cut in a run.
 
     Attributes:
-        mode: the rules under which the model runs.
+        mode: the torch function mode that applies the rules to the run.
         cut: for each site, whether a new network begins at the site.
         met: the activation at each site, in the order of the run. Default: empty.
     """

@@ -400,7 +400,7 @@ def _at_heads(subject: _Subject) -> None:
 
 
 def _knock_out(subject: _Subject) -> None:
-    """Check that cutting edges sets entries of matrices to zero, with padding if it is accepted."""
+    """Check that cutting edges equals zeros in the matrices, with padding if it is accepted."""
     layers, mask, inputs = subject.layers, None, subject.wide
     if subject.is_padded("left"):
         layers, mask, inputs = _padded(subject, "left")

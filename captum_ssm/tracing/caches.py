@@ -44,7 +44,7 @@ def without_caches(model: nn.Module, stack: ExitStack, continued: Continued) -> 
 
 @contextmanager
 def sparing_caches(model: nn.Module) -> Iterator[None]:
-    """Pass calls a copy of their cache inside the ``with``; the user's cache is unchanged."""
+    """Copy each cache that a call receives inside the ``with``; the user's cache is unchanged."""
     copies: dict[int, tuple[Any, Any]] = {}
     running: list[nn.Module] = []
 
@@ -172,7 +172,7 @@ def _without_cache(
 
 
 def _given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments by name."""
+    """Return a call's positional and keyword arguments in one dictionary, by name."""
     return {**dict(zip(_parameters(type(module).forward)[1:], args, strict=False)), **kwargs}
 
 

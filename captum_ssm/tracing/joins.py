@@ -291,7 +291,7 @@ class _JoinSearch:
         return {each for each in known if self._is_read_elsewhere([each])}
 
     def _is_read_elsewhere(self, joins: Sequence[_Join]) -> bool:
-        """Return True if noise changes the run although the residual streams have old values."""
+        """Return True if noise still changes the run when the residual streams are restored."""
         slots, before = self.slots, self.unchanged
         self.slots = {k: slots[k] for each in joins for k in each.members}
         there = {each.found.at: each for each in joins if each.found is not None}

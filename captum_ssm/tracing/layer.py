@@ -214,7 +214,7 @@ class Layer:
         return self._linear
 
     def keep(self, linear: LinearMixer) -> None:
-        """Store the linear mixer that was built during the run."""
+        """Store the linear mixer that was built during the run, for :attr:`linear`."""
         self._linear = linear
 
     @property

@@ -188,7 +188,7 @@ def _agrees(met: Tensor, reading: Tensor, expected: Tensor) -> bool:
 
 @contextmanager
 def _first_tensors(parts: Sequence[Part]) -> Iterator[dict[tuple[Any, ...], Tensor]]:
-    """Collect the tensors of the parts in the run inside the ``with``, by module and call."""
+    """Record the tensors that ``parts`` name in the run inside the ``with``, by module and call."""
     found: dict[tuple[Any, ...], Tensor] = {}
     wanted = {part[:3] for part in parts}
 

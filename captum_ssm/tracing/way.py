@@ -18,7 +18,7 @@ class AffineStep(NamedTuple):
     """The map y = (x * factor) matrix + bias of each token's features.
 
     Attributes:
-        factor: a number, or a tensor that broadcasts to x (B, L, E). Default: 1.0.
+        factor: a scalar, or a tensor that broadcasts to x (B, L, E). Default: 1.0.
         matrix: a matrix (E, E'). Default: None, the identity.
         bias: a vector (E'). Default: None, no bias.
     """
