@@ -1,7 +1,7 @@
 """Direct paths from each module's output to the model's output, through no other module.
 
 Mixers, and nonlinear modules that act within tokens, such as MLPs, are cut from their inputs. Their
-outputs are the sources of a graph that contains only the residual stream, its norms and the head.
+outputs are the sources of a graph that contains only the residual stream, norms and the head.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DirectPaths(Watcher):
     Attributes:
         mode: the torch function mode that applies the rules and records constants.
         entries: the sequences that entered the modules with the first mixer. The residual stream
-            begins at one of them, or at the input itself. Default: empty.
+            begins at one of these sequences, or at the input. Default: empty.
         outputs: the output of each mixer call, in order. Default: empty.
         locals: the outputs of nonlinear modules that act within tokens, in order. Default: empty.
 

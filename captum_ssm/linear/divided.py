@@ -49,7 +49,7 @@ class Core:
         object.__setattr__(self, "key", self.reading.mode.labels.new_key())
 
     def gated(self, result: Tensor, mapped: Tensor, gate: Tensor, at_rest: float) -> Core:
-        """Return the product of a gate and a linear map of the kernel's result."""
+        """Return the :class:`Core` of a gate times a linear map of the kernel's result."""
         return replace(self, gate=gate, at_rest=at_rest, result=result, mapped=mapped)
 
     @property

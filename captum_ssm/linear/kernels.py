@@ -58,7 +58,7 @@ _VECTORS = _roles(
 #: Roles for shape (B, H, L, P).
 _PAIRS = _roles(2, content="value", query="query", key="key")
 
-#: Arguments with which a kernel computes something that its entry does not support.
+#: Arguments that change the meaning of a kernel's result, which entries do not support.
 _OTHERWISE = frozenset(
     (
         *("initial_states", "initial_state", "seq_idx", "cu_seqlens", "cu_seq_lens_q"),

@@ -33,7 +33,7 @@ _BLANK |= {"zeros", "zeros_like", "new_zeros"}
 _VIEWS = frozenset(["detach", *VIEWS.split()])
 #: Functions whose second factor may be a weight that a kernel has unpacked.
 _WEIGHED = frozenset(["linear", "matmul", "mm"])
-#: Functions that also look up ids, but whose results do not show each row's token.
+#: Functions that also look up ids, but whose results do not show the token of each vector.
 _OUT_OF_SHAPE = frozenset(["index_select", "embedding_bag", "take", "take_along_dim", "gather"])
 #: Kinds of functions that need no rule, even if an argument depends on the input.
 _ATTRIBUTE, _VIEW, _PRODUCT = object(), object(), object()
@@ -178,7 +178,7 @@ class Linearizing(TorchFunctionMode):
 
     @property
     def follows_tangents(self) -> bool:
-        """True if functions of gates and steps, such as a sigmoid, keep a linear part."""
+        """True if the rule keeps a linear part (tangent) of functions such as a sigmoid."""
         return self.rule not in ("frozen", "half")
 
     @property
@@ -462,7 +462,7 @@ class Linearizing(TorchFunctionMode):
     ) -> Tensor:
         """Compute a product that divides relevance equally among factors depending on the input.
 
-        With rule ``"frozen"`` factors directly from an activation get none if there are others.
+        With rule ``"frozen"``, activations' outputs get none if other factors depend on the input.
         """
         live = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
         straight = [a for a in live if not self.is_bent(a)]

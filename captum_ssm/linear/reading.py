@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 #: The role of each factor of a kernel, and the factor's token dimension.
 Roles = Mapping[str, tuple[Role, int]]
 
-#: Modules of the adapters whose mixers are read while their own code runs.
+#: Modules of the adapters whose mixers are explained by their own running code.
 _READ = """
 attention mamba mamba2 delta fla.attention fla.delta fla.gated fla.linear
 """
@@ -166,7 +166,7 @@ class Reading:
         return divided(core.gated(result, mapped, gates[0], at_rest), out)
 
     def _at_rest(self, gate: Tensor) -> float | None:
-        """Return the value of a gate whose input is 0, or None if the value is not known."""
+        """Return the value that ``gate`` has for an input of 0; None if the value is not known."""
         if self.mode.is_bent(gate):
             return 0.0
         known: float | None = self.mode.at_rest.get(gate)  # type: ignore[no-untyped-call]

@@ -233,7 +233,7 @@ def log_softmax(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dic
 
 
 def frozen(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Detach the result; functions in TANGENT keep a linear part if the mode's rule needs it."""
+    """Detach the result; with ``mode.follows_tangents``, functions in TANGENT stay as tangents."""
     smooth = plain(func.__name__) in TANGENT and bool(args) and mode.is_live(args[0])
     if smooth and mode.follows_tangents:
         out = _tangent(mode, func, args, kwargs)

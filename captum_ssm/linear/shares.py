@@ -2,7 +2,7 @@
 
 A mixer's output is a function of factors that depend on the input. Each factor has a role: content
 is the values that are moved between tokens, and the other roles are keys, queries, gates, and the
-steps that update states. A rule gives shares to some roles. The output keeps its value. Its
+steps that update states. A rule gives shares to some roles. The output keeps its value. The
 derivative with respect to a factor is the average of the derivatives at nodes between a reference
 value and the factor, times the share. The contribution of the reference values is a constant.
 """
@@ -42,7 +42,7 @@ class Share:
 
     Attributes:
         reference: the value with which the role's factors are compared. ``"rest"``: the value for
-            an input of 0. ``"mean"``: the mean over all tokens up to each. ``"own"``: the factor
+            an input of 0. ``"mean"``: the mean of all tokens so far. ``"own"``: the factor
             itself, so the derivative is local.
         share: the scalar that multiplies the average derivative.
     """
@@ -83,8 +83,8 @@ def nodes_of(rule: Rule) -> tuple[float, ...]:
 class Labels:
     """The paths that a backward pass follows: all paths, or the paths with one label.
 
-    The label of a path from the output to the input is the role of its first factor that is not
-    content. If there is no such factor the label is ``"content"``.
+    The label of a path from the output to the input is the role of the path's first factor that
+    is not content. If all factors are content, the label is ``"content"``.
     """
 
     def __init__(self, several: bool) -> None:
@@ -125,7 +125,7 @@ class Labels:
 
 
 def is_shared(operator: Operator, rule: Rule) -> bool:
-    """Return True if the rule gives relevance to a coefficient of the operator."""
+    """Return True if the rule gives relevance to at least one coefficient of the operator."""
     return any(leaf.roles[name] in FAMILY[rule] for leaf, name in live_coefficients(operator))
 
 

@@ -1,4 +1,4 @@
-"""Read activations inside a run, or begin a new linear network at them."""
+"""Read activations during a run, or begin a new linear network at an activation."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _name(module: Any, named: dict[str, nn.Module]) -> str | None:
 
 
 def _heads(name: str, mixers: Sequence[Mixer], at_input: bool) -> Site:
-    """Return the site of a mixer's heads; ``name`` is the mixer's name with ``.heads``."""
+    """Return the :class:`Site` of a mixer's heads, for the mixer's name with ``.heads``."""
     of_mixer = name.removesuffix(HEADS)
     mixer = next((mixer for mixer in mixers if of_mixer in mixer.names), None)
     if mixer is None or at_input:
@@ -161,7 +161,7 @@ class Sites:
                 stack.enter_context(before)
 
     def in_heads(self, module: nn.Module, value: Tensor) -> Tensor:
-        """Record an operator's output (B, L, H, P) if heads are a site; return the value to use."""
+        """Record an operator's output (B, L, H, P) if heads are a site; return the new output."""
         for site in self.cut:
             if site.at == "heads" and site.module is module:
                 value = self._record(site, value)

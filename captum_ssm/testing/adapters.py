@@ -121,7 +121,7 @@ def check_adapter(
 
 
 class _Subject:
-    """The checked model in its own precision and in float64, its input, and its traced layers."""
+    """The checked model in its own precision and in float64, with the input and traced layers."""
 
     def __init__(
         self, model: nn.Module, inputs: Tensor, formula: Formula | None, refuses: Collection[str]

@@ -23,7 +23,7 @@ from .options import OPTIONS, TARGET, ByKind, Values
 from .small import HIDDEN, Vision, padded_ids, randomized
 from .small import language as small_language
 
-#: The clauses, in the order of their checks.
+#: The clauses (requirements of a method), in the order in which they are checked.
 CLAUSES = (
     "signature", "results", "options", "padding", "parts", "modes", "precision", "delta", "traces",
     "refusals", "captum",

@@ -47,7 +47,7 @@ class Layer:
             kept with ``graph="all"`` only, else None.
         stage: the number of the layer's stage, a group of layers that read the same residual
             stream; None before replays have determined it.
-        order: each mixer token's index in the first layer (L,); None if the same.
+        order: each mixer token's index in the first layer (L,); None if all are the same.
         has_stream: whether a residual connection bypasses the mixer. Assumed True unless replays
             show otherwise.
         is_reached: whether autograd has recorded the computation of the mixer's input.

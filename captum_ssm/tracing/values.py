@@ -17,7 +17,7 @@ _OF_INPUTS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
 class Branch(NamedTuple):
-    """A tensor between a mixer and the residual stream: steps to it, and its change with noise."""
+    """A tensor after a mixer: the affine steps to the tensor, and the tensor's change by noise."""
 
     steps: Way
     change: Tensor
@@ -125,7 +125,7 @@ def likely(
         before, left: lists of other tensors with the same shape.
 
     Returns:
-        The kind and two tensors of each relation. ``"scaled"``: a number times one of ``before``.
+        The kind and two tensors of each relation. ``"scaled"``: a scalar times one of ``before``.
         ``"shifted"``: one of ``before`` plus a constant. ``"sum"``: the sum of two of ``before``.
         ``"part"``: the sum of one of ``before`` and one of ``left``.
     """
