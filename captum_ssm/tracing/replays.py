@@ -454,7 +454,7 @@ def changed(x: Tensor, before: Tensor) -> Tensor:
 
 
 def _pass(*_: Any) -> None:
-    """Do nothing: a hook that only stops torch from calling fused code in place of the module."""
+    """Do nothing: a hook that keeps torch from skipping a module, or a first hook as a filler."""
 
 
 def _lock_of(model: nn.Module) -> threading.RLock:
