@@ -27,19 +27,19 @@ Replacement = None | Literal["mean"] | Tensor | tuple[Any, ...] | Mapping[str, A
 
 
 class Donor(NamedTuple):
-    """The model arguments of a second run, whose messages replace the cut ones."""
+    """The model's arguments for a second run; messages of that run replace the cut messages."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
 
 class Kind(NamedTuple):
-    """The way in which edges are cut; a message in several edges of one kind is cut only once.
+    """Settings of a cut. Edges with equal settings are merged, so no message is cut twice.
 
     Attributes:
         share: the components and heads of each message that are cut.
         selection: whether the sources' effect on the coefficients is also removed.
-        by: the knock-out whose ``replace`` replaces the messages; None without replacement.
+        by: the knock-out whose option ``replace`` supplies replacements; None for zeros.
     """
 
     share: MessageShare
@@ -74,7 +74,7 @@ class KnockOut(Protocol):
     Attributes:
         of: for each mixer module, the edges that select the mixer.
         given: the checked value of ``replace``.
-        verify: whether to compare operators with their modules' outputs, or the tolerance.
+        verify: True to compare each mixer's operator with the module's output, or a tolerance.
         sent: messages of the second run along the edges, by mixer and call number.
         read: inputs of the mixers in the second run, by mixer and call number.
     """
@@ -90,10 +90,10 @@ class KnockOut(Protocol):
         """The second run that supplies replacement messages, or None."""
 
     def record_matched(self, edges: Iterable[Edges]) -> None:
-        """Record edges that a mixer in the run matched; other edges raise an error afterwards."""
+        """Record edges that matched a mixer; at the run's end, an unmatched kind is an error."""
 
     def given_tokens(self, layer: str, number: int) -> tuple[tuple[int, int], Tensor]:
-        """Return the input's size (B, L), and each mixer token's input position (B, L')."""
+        """Return the input's size (B, L), and the input position of each mixer token (B, L')."""
 
 
 class CutCall:
@@ -167,7 +167,7 @@ class CutCall:
 
     @functools.cached_property
     def _tokens(self) -> tuple[tuple[int, int], Tensor | None]:
-        """Return the input's size (B, L), and each mixer token's input position; None if equal."""
+        """Return the input's (B, L), and mixer tokens' input positions (None: the same tokens)."""
         if self.linear.map is not None:
             shape = self.linear.operator.shape
             return (shape.batch, shape.tokens), None
@@ -179,7 +179,7 @@ class CutCall:
         return size, None if same else places
 
     def _pairs(self, kind: Kind, edges: Sequence[Edges] | None = None) -> list[Pairs]:
-        """Return the token pairs of a kind's edges, or only of the passed ``edges``; cached."""
+        """Return the (target, source) pairs of a kind's edges, or of the passed ``edges``."""
         size, places = self._tokens
         named = tuple(self.edges[kind] if edges is None else edges)
         if (kind, named) not in self._found:
@@ -206,7 +206,7 @@ class CutCall:
                     )
 
     def _lost(self, kind: Kind) -> Tensor:
-        """Return the cut messages minus replacements, before the projection, (B, L, H, P)."""
+        """Sum the cut messages minus their replacements, before the projection, (B, L, H, P)."""
         pairs = self._pairs(kind)
         if kind.selection:
             return self._lost_with_selection(kind, pairs)
@@ -225,14 +225,14 @@ class CutCall:
         return lost - sent
 
     def _message(self, kind: Kind, pairs: Sequence[Pairs]) -> Tensor:
-        """Sum the messages along pairs of tokens, except the mean message that replaces them."""
+        """Sum the messages along pairs; with ``replace="mean"``, minus the mean token's message."""
         linear, values = self.linear, None
         if kind.by is not None and kind.by.given == "mean":
             values = linear.values - _mean(linear.values, linear.mask)
         return carried(linear, pairs, kind.share, self.mixer.name, values)
 
     def _lost_with_selection(self, kind: Kind, pairs: Sequence[Pairs]) -> Tensor:
-        """Return the decrease at the targets when the mixer reads no sources, (B, L, H, P).
+        """Return the targets' decrease (B, L, H, P) without the sources in the mixer's input.
 
         The mixer's linear form, with its coefficients, is built again for each set of sources.
         """
@@ -299,7 +299,7 @@ class _Without(torch.autograd.Function):
 
 
 def _with_hidden(call: Call, hidden: Tensor) -> Call:
-    """Return a copy of the call in which the hidden states are a different sequence (B, L, E)."""
+    """Copy a mixer's call, with ``hidden`` (B, L, E) in place of the hidden states."""
     old = call.hidden_states
 
     def other(x: Any) -> Any:

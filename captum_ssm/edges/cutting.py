@@ -119,7 +119,7 @@ class _KnockOut(Watcher):
     verify: bool | float
     #: Messages along the edges in the run on the ``replace`` input, by mixer and call number.
     sent: dict[tuple[nn.Module, int], dict[Kind, Tensor]] = field(default_factory=dict)
-    #: The mixers' inputs in the same run, by mixer and call number.
+    #: The mixers' inputs in the run on the ``replace`` input, by mixer and call number.
     read: dict[tuple[nn.Module, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -135,8 +135,8 @@ class _KnockOut(Watcher):
                 self.of.setdefault(mixer.module, []).append(one)
         acting = (*_active.get(), self)
         by_token = [m for m in self.mixers if any(_names_tokens(k.of, m.module) for k in acting)]
-        #: Mixers whose edges name tokens, and the modules around them. At a call of the outermost
-        #: of them, each mixer's tokens are first mapped to the input's tokens.
+        #: Mixers whose edges name tokens, and modules that contain these mixers. A call of the
+        #: outermost module first maps each mixer's tokens to the input's tokens.
         self._by_token = {outer for m in by_token for outer in (m.module, *m.around)}
         #: The model's state before and after this knock-out registered its hooks.
         self._states: tuple[Any, Any] = (), ()
@@ -179,7 +179,7 @@ class _KnockOut(Watcher):
         self._states = unwatched, self._state()
 
     def _state(self) -> tuple[Any, ...]:
-        """Return the model's state, a key of the cached tokens; empty if no edges name tokens."""
+        """Return the model's state, to check cached token maps; empty if no edges name tokens."""
         return tuple(state_of(self.model)) if self._by_token else ()
 
     @property
@@ -232,7 +232,7 @@ class _KnockOut(Watcher):
                 )
 
     def record_matched(self, edges: Iterable[Edges]) -> None:
-        """Record edges that a mixer in the run matched; other edges raise an error afterwards."""
+        """Record edges that matched a mixer; at the run's end, an unmatched kind is an error."""
         self._matched.update(edges)
 
     def _forget(self) -> None:
@@ -257,7 +257,7 @@ class _KnockOut(Watcher):
         return None
 
     def given_tokens(self, layer: str, number: int) -> tuple[tuple[int, int], Tensor]:
-        """Return the input's size (B, L), and a call's tokens as input positions (B, L'), or -1."""
+        """Return the input's (B, L), and each mixer token's input position (B, L'), or -1."""
         places = None if self._given is None else self._given.places.get((layer, number))
         if self._given is None or places is None:
             raise InputError(
@@ -275,12 +275,12 @@ _active: ContextVar[tuple[_KnockOut, ...]] = ContextVar("captum_ssm_knock_out", 
 
 
 def _names_tokens(of: Mapping[nn.Module, Sequence[Edges]], mixer: nn.Module) -> bool:
-    """Return True if edges of a mixer name sources or targets."""
+    """Return True if some edges of a mixer set ``sources`` or ``targets``."""
     return any(e.sources is not None or e.targets is not None for e in of.get(mixer, ()))
 
 
 def _lists_mixers(edges: Edges, mixers: Sequence[Mixer]) -> bool:
-    """Return True if ``layers`` lists single mixers, so that all others may lack an adapter.
+    """Return True if ``layers`` lists single mixers; all other mixers then need no adapter.
 
     A number, kind or family may select a mixer without an adapter, which raises an error.
     """

@@ -32,7 +32,7 @@ from .messages import carried, is_attention, share_of
 from .pairs import Edges, pairs_of
 from .readers import Readers
 
-#: The number of rows of a layer's matrix that are in memory at once.
+#: The number of target tokens whose effects are in memory at once.
 _ROWS = 256
 
 
@@ -40,7 +40,7 @@ class Edge(NamedTuple):
     """One message, and the estimated effect of cutting it.
 
     Attributes:
-        layer: number of the layer, in the order in which they ran.
+        layer: index of the layer, in the order in which the layers ran.
         name: the name of the layer's mixer.
         target: the position of the token that receives the message.
         source: the position of the token that sends the message.
@@ -87,7 +87,7 @@ class LayerEffects:
 
     @cached_property
     def _factors(self) -> list[tuple[Tensor, Operator]]:
-        """Pairs of a factor (B, L, H, P) and a channelwise operator, from which effects are made.
+        """Pairs of a factor (B, L, H, P) and a channelwise operator, to compute effects from.
 
         effect[i, j] sums factor[i] operator[i, j] values[j] over pairs, heads and channels.
         """
@@ -98,7 +98,7 @@ class LayerEffects:
         return [(reduce(lambda x, part: part.transpose(x), p, left), core) for p, core in products]
 
     def _left_at(self, index: Tensor) -> Tensor:
-        """Return the gradient before the projection, (B, L, H, P), zero except at tokens (B, Q)."""
+        """Return the gradient before the projection, (B, L, H, P), with zeros outside ``index``."""
         weight = projection_of(self.linear).weight
         example = torch.arange(len(index), device=index.device)[:, None]
         before = weight.new_zeros(*self.gradient.shape[:2], len(weight))
@@ -126,7 +126,7 @@ class LayerEffects:
         return torch.cat([part for _, part in self.strips(rows)], 1)
 
     def strips(self, rows: range) -> Iterator[tuple[range, Tensor]]:
-        """Yield (row indices, rows (B, R, L)) of the matrix in chunks, to limit memory."""
+        """Yield chunks of :meth:`matrix`: a range of R targets, and their effects (B, R, L)."""
         batch, tokens = self.linear.operator.shape[:2]
         for part in slices(rows, _ROWS):
             some = range(part.start, part.stop)
@@ -157,7 +157,7 @@ class LayerEffects:
         return (self.linear.operator.apply(self.linear.values) * self._left).sum((-1, -2))
 
     def _summed(self, over: int) -> Tensor:
-        """Sum the matrix over targets (1) or sources (2), a few rows at a time, (B, L)."""
+        """Sum :meth:`matrix` over targets (``over=1``) or sources (2) in chunks, to (B, L)."""
         rows = range(self.linear.operator.shape.tokens)
         found = [part.sum(over) for _, part in self.strips(rows)]
         return sum_tensors(found) if over == 1 else torch.cat(found, 1)

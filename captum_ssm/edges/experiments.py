@@ -58,12 +58,12 @@ class KnockoutWindows:
 
     @property
     def change(self) -> Tensor:
-        """Relative change of the probability in percent, as published (K, N, B)."""
+        """Relative change of the probability after each cut, in percent as published, (K, N, B)."""
         return 100 * (self.probabilities / self.plain - 1)
 
     @property
     def difference(self) -> Tensor:
-        """Change of the probability (K, N, B)."""
+        """Change of the probability after each cut, (K, N, B)."""
         return self.probabilities - self.plain
 
     def layers_of(self, number: int) -> tuple[str, ...]:
@@ -173,7 +173,7 @@ def knockout_windows(
 
 @dataclass(frozen=True, eq=False)
 class PartScores:
-    """The scores of a model without some of its parts: numbers (), or one per example (B,).
+    """Scores of a model with some mixers or heads off: scalars (), or one per example (B,).
 
     Attributes:
         plain: the score of the whole model.
@@ -257,12 +257,12 @@ def parts_off(
 
 
 class _Part(NamedTuple):
-    """A mixer that ran, and its properties.
+    """Properties of a mixer that ran, which :func:`parts_off` needs to switch it off.
 
     Attributes:
-        is_attention: whether it is softmax attention.
+        is_attention: whether the mixer is softmax attention.
         heads: the number of heads.
-        mask: True for real tokens (B, L), or None.
+        mask: True for tokens that are not padding (B, L); None without padding.
     """
 
     is_attention: bool

@@ -21,7 +21,7 @@ from ..tracing.observe import Arguments, Watcher, observe
 from ..tracing.replays import Beginning, Replays
 from ..tracing.structure import tokens_read
 
-#: Immutable types of arguments. A call with other arguments, except tensors, is not reused.
+#: Types of arguments, besides tensors, with which a call's cached token mapping can be reused.
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -86,7 +86,7 @@ def given_tokens(
 
 
 def _kept(value: Any) -> Any:
-    """Copy an argument to compare later; replace a mutable object by one that equals nothing."""
+    """Copy an argument for comparison with later calls; mutable objects never compare equal."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return value if type(value) in _PLAIN else object()
@@ -101,7 +101,7 @@ def _alike(known: Any, value: Any) -> bool:
 def _found(
     module: nn.Module, arguments: Arguments, mixers: Sequence[Mixer], vouched: bool
 ) -> Given:
-    """Record the mixers in one run, then run without them, with noise that marks input tokens.
+    """Record a run, then replay it with noise at input tokens, to map the mixers' tokens.
 
     If the arguments have no ids or embeddings, positions count the first mixer's tokens.
     """
@@ -109,7 +109,7 @@ def _found(
     start = torch.empty(0) if first is None else first
 
     def call(start: Tensor) -> Tensor:
-        """Run the recorded call on a different sequence, for the hooks; the output is ignored."""
+        """Call the module on ``start`` in place of the input sequence, to trigger its hooks."""
 
         def other(x: Any) -> Any:
             if hasattr(x, "get_seq_length"):  # a cache, which the run writes to

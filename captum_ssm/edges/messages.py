@@ -58,8 +58,8 @@ def carried(
 
     Args:
         linear: the mixer.
-        pairs: the (target, source) pairs; whole rows if the share includes constants.
-        share: the share of the messages.
+        pairs: the (target, source) pairs; if the share includes constants, sources are ignored.
+        share: the selected components and heads of each message.
         layer: the mixer's name, for error messages.
         values: replacements of the mixer's values; constants are then left out. Default: None, the
             mixer's values.

@@ -1,4 +1,4 @@
-"""Edges: sets of messages, as products of sets of targets and sources."""
+"""Select messages by layers, target tokens and source tokens."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Edges:
 
     @property
     def head_numbers(self) -> tuple[int, ...] | None:
-        """The numbers of the selected heads; None for all heads."""
+        """The indices of the selected heads; None for all heads."""
         if self.heads is None:
             return None
         one = checks.as_integer(self.heads)
@@ -148,7 +148,7 @@ class Edges:
         return [*found, *own]
 
     def chosen(self, mixers: Sequence[Mixer]) -> list[Mixer]:
-        """Return the mixers that ``layers`` selects; all for a kind, which is known in a run."""
+        """Return the mixers that ``layers`` selects; for a kind, all, as only a run finds kinds."""
         layers = self.layers
         if layers is None or layers in KINDS:
             return list(mixers)
@@ -275,7 +275,7 @@ def _products(
     """Return one example's pairs as products of a target mask and a source mask, (L',).
 
     Only the tokens in the slice ``some`` are used, as sources if ``along_sources``, else as
-    targets. ``at`` has the tokens' positions (L',). Tokens with the same partners share a product.
+    targets. ``at`` has the tokens' positions (L',). Tokens with equal partners share a mask.
     """
     position = torch.arange(len(at))
     ends = [(t[example], s[example]) for t, s, _ in named]

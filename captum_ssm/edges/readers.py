@@ -1,7 +1,7 @@
 """Compute how norms change when a message is cut.
 
-A mixer's output joins the residual stream, which later layers and the head read through norms, each
-at its stream x:
+A mixer's output is added to the residual stream, which later layers and the head read through
+norms. For a residual stream x, a norm returns
 
     N(x) = s(x) A x + constant ,   s(x) = (mean of c(x)^2 + eps) ** -0.5 ,
 
@@ -10,9 +10,9 @@ denominator changes, which a gradient ignores. With g, the output's gradient at 
 
     effect of m = sum over norms of <g, N(x) - N(x - m)>
 
-needs three numbers per message and norm: <x, m>, <m, m> and <A'g, m>. The effect is exact if only
-one norm and linear maps are between a message and the output. Otherwise it is of first order in all
-but the norms that read the message directly.
+needs three scalars per message and norm: <x, m>, <m, m> and <A'g, m>. The effect is exact if only
+one norm and linear maps are between a message and the output. Otherwise only the norms that read
+the message directly are exact, and all later modules are approximated to first order.
 
 Shapes: B batch, L tokens, E width of the stream; q targets and s sources of messages.
 """
@@ -39,13 +39,13 @@ _EPS = ("eps", "variance_epsilon", "epsilon")
 
 
 class NormReader(NamedTuple):
-    """One norm, with its statistics at the stream x that it read in a run.
+    """A norm's statistics for an input x in a run, to compute effects of messages in x.
 
     Attributes:
         stream: the norm's input, centered in LayerNorm: c(x), (B, L, E).
         scale: the factor of the normalization: s(x), (B, L, 1).
-        toward: the output's gradient before the norm's weights: A'g, (B, L, E).
-        explained: the product of the gradient and the output: <g, N(x) - constant>, (B, L).
+        toward: the target's gradient at the norm's output, times the norm's weight: A'g, (B, L, E).
+        explained: each token's gradient times its output: <g, N(x) - constant>, (B, L).
         eps: the constant added to the mean square.
         centered: whether the mean is subtracted.
     """
@@ -72,7 +72,7 @@ class NormReader(NamedTuple):
         """Return the effects <g, N(x) - N(x - m)> of messages m on the output, (B, q, s).
 
         Args:
-            messages: (B, q, s, E).
+            messages: the messages m, (B, q, s, E).
             square: the mean squares of c(m) for each message m, (B, q, s).
             index: the positions of the target tokens, (B, q).
         """
@@ -89,7 +89,7 @@ class NormReader(NamedTuple):
 
 
 class Readers:
-    """The norms that read one layer's output, and the messages that they read."""
+    """Computes effects of one layer's messages on the norms that read the layer's output."""
 
     def __init__(self, layer: Layer, norms: Sequence[NormReader]) -> None:
         self._messages = Contributions(layer)

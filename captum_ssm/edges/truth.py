@@ -26,7 +26,7 @@ class Truth:
 
     Attributes:
         edges: the edges, as :class:`~captum_ssm.edges.Edge` if they were sampled; or the nodes.
-        examples: the number of each edge's example.
+        examples: the index of each edge's example.
         estimated: the estimated decrease of the output (n,).
         true: the true decrease of the output (n,).
         rounding: the absolute value below which a true effect counts as rounding error.
@@ -60,7 +60,7 @@ def sampled(effects: Effects, samples: int, seed: int) -> list[tuple[int, Edge]]
     Edges without any effect, such as edges against causality, are not drawn.
 
     Returns:
-        Pairs of an example's number and an edge.
+        Pairs of an example's index and an edge.
     """
     generator = torch.Generator().manual_seed(seed)
     large = round(samples * _LARGE)
@@ -168,7 +168,7 @@ class Interventions:
     def _masked(self, cuts: Sequence[Sequence[Edge]], size: int) -> list[Edges]:
         """Combine the edges to cut in each copy into Edges with one mask row per copy.
 
-        Two edges of one copy need two Edges: one would cut from each source to each target.
+        Two edges of one copy are not merged: this would cut from each source to each target.
         """
         found: dict[tuple[int, str], Edges] = {}
         for copy, cut in enumerate(cuts):

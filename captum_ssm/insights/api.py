@@ -48,7 +48,7 @@ class Api:
         self.debug = False
 
     def answer(self, question: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a request of the page; simultaneous requests wait, as they share the choices."""
+        """Answer a request of the page; requests run one at a time, as they share one filter."""
         questions: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "config": self._config,
             "examples": self._examples,
@@ -207,7 +207,7 @@ def plain(value: Any) -> Any:
 
 
 def _sent(output: VisualizationOutput | None) -> VisualizationOutput | None:
-    """Return an explanation for the page: images only with rasters, tokens joined to words."""
+    """Prepare an explanation for the page: drop images that have rasters, join tokens to words."""
     if output is None:
         return None
     features = []

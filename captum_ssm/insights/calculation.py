@@ -163,7 +163,7 @@ class AttributionCalculation:
         return [i for i in range(len(self.classes)) if abs(number - i) <= 0.5][:1]
 
     def score(self, score: float, index: int) -> OutputScore:
-        """Return a class with its score, index and name."""
+        """Return the page's entry for a class: its score, index and name."""
         if not 0 <= index < len(self.classes):
             raise InputError(
                 f"a label is {index}, but classes has {len(self.classes)} names. Use labels from 0 "

@@ -151,7 +151,7 @@ class TextFeature(BaseFeature):
 
 
 class GeneralFeature(BaseFeature):
-    """Numbers (1, C), one for each of C categories.
+    """A vector (1, C) with one value for each of C categories.
 
     Args:
         name: the feature's name on the page.

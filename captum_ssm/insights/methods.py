@@ -102,7 +102,7 @@ _WINDOW = 8
 
 
 def _windows(inputs: tuple[Tensor, ...]) -> dict[str, object]:
-    """Return default windows of Occlusion: single tokens or numbers, or rectangles of an image."""
+    """Return Occlusion's default windows: single tokens or features, or rectangles of an image."""
     shapes = [_window(tensor) for tensor in inputs]
     strides = [
         tuple(

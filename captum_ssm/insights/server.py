@@ -27,7 +27,7 @@ _LARGEST_REQUEST = 2**20
 _NOT_AN_OBJECT = "The request is not JSON, or not a JSON object. Send a JSON object."
 #: Seconds after which an idle connection is closed.
 _SILENCE = 30
-#: The server checks every so many seconds whether it should stop.
+#: Seconds between two checks whether the server should stop.
 _PATIENCE = 0.1
 
 #: Style sheets and scripts, by path; they contain no data and need no token.

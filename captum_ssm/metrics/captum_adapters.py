@@ -261,7 +261,7 @@ def _allowed(tensor: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _repeated(mask: Tensor, rows: Tensor) -> Tensor:
-    """Repeat each row of a mask (B, L) for rows (R, ...), as Captum repeats the examples."""
+    """Repeat each example's mask (B, L) to (R, L), as Captum repeats the examples."""
     return mask.repeat_interleave(len(rows) // len(mask), dim=0)
 
 

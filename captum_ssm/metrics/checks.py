@@ -69,7 +69,7 @@ def _finite(x: Tensor, name: str) -> Tensor:
 
 
 def as_flags(flags: Any, like: Tensor, name: str) -> Tensor:
-    """Convert a tensor of 0 and 1, in the shape of ``like``, to booleans; raise for others."""
+    """Convert 0 and 1, in the shape of ``like``, to booleans; raise for other values or shapes."""
     if not isinstance(flags, Tensor):
         raise InputError(f"{name} is of type {type(flags).__name__}. Pass a tensor.")
     if flags.shape != like.shape:

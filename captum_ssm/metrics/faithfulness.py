@@ -1,7 +1,7 @@
 """Compare token-to-token maps with the true sources of each token (LATIM, section 4.1).
 
-For the copying task, the true pairs are the three main diagonals of the block of copied and source
-tokens, and the mask selects this block (LATIM, table 2).
+For the copying task, the mask selects the submatrix of copied tokens and their source tokens. The
+true pairs are the three main diagonals of this submatrix (LATIM, table 2).
 
 Shapes: B examples, T target tokens, S source tokens.
 """

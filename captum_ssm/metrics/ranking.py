@@ -291,7 +291,7 @@ def _centered(scores: Tensor, counts: Tensor) -> Tensor:
 
 
 def _ranks(scores: Tensor, counts: Tensor) -> Tensor:
-    """Return 2 rank - 1 of each used unit, (B, N), an integer also for mean ranks of ties."""
+    """Return 2 * rank - 1 of each unit, (B, N): an integer even if ties share a mean rank."""
     rising = scores.masked_fill(~counts, float("inf")).sort(-1).values
     below = torch.searchsorted(rising, scores.contiguous())
     up_to = torch.searchsorted(rising, scores.contiguous(), right=True)
@@ -307,7 +307,7 @@ def _at_least(scores: Tensor, among: Tensor) -> Tensor:
 def _hits(
     scores: Tensor, gold: Tensor, k: int | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each example the expected true units among the best K, K, and all true units."""
+    """Return counts per example: expected true units in the top K, K, and all true units."""
     if k is not None:
         check_positive(k, "k")
     scores, true, false = _checked(scores, gold, mask)

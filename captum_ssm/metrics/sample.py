@@ -1,6 +1,6 @@
-"""Collect numbers of examples, and compute a statistic with a bootstrap confidence interval.
+"""Collect values of examples, and compute a statistic with a bootstrap confidence interval.
 
-Every metric of this package returns numbers per example. A :class:`Sample` stores these numbers
+Every metric of this package returns values per example. A :class:`Sample` stores these values
 from several batches or processes.
 """
 
@@ -15,15 +15,15 @@ from torch import Tensor
 from ..errors import InputError, OptionError
 from .checks import check_positive
 
-#: A function from sums over examples (..., k) and numbers of examples (..., k) to (..., m).
+#: A function from sums over examples (..., k) and counts of examples (..., k) to (..., m).
 Statistic = Callable[[Tensor, Tensor], Tensor]
 
-#: The number of elements in one block of resampling weights (64 MiB).
+#: The largest number of resampling weights that are in memory at a time (64 MiB).
 _BLOCK_ELEMENTS = 2**23
 
 
 def mean(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return the mean of each column; NaN if no example has a number."""
+    """Return the mean of each column; NaN if no example has a value."""
     return sums / counts
 
 
@@ -50,7 +50,7 @@ class Interval(NamedTuple):
 
 
 class Sample:
-    """Collect numbers of many examples, and compute a statistic such as their mean.
+    """Collect values of many examples, and compute a statistic such as the mean.
 
     Args:
         statistic: a function of each column's sum over examples and number of examples that are not
@@ -81,7 +81,7 @@ class Sample:
 
     @property
     def rows(self) -> Tensor:
-        """The numbers of all examples, (n, k), float64 on the CPU."""
+        """The values of all examples, (n, k), float64 on the CPU."""
         if not self._batches:
             raise InputError("The sample is empty. Call update() with a batch of numbers first.")
         if len(self._batches) > 1:
@@ -92,8 +92,8 @@ class Sample:
         """Add a batch of examples.
 
         Args:
-            values: one number per example (B,), or several numbers per example (B, k), such as the
-                points of a curve. NaN marks a number that is not defined.
+            values: one value per example (B,), or several values per example (B, k), such as the
+                points of a curve. NaN marks a value that is not defined.
         """
         if not isinstance(values, Tensor) or values.dim() not in (1, 2):
             found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__

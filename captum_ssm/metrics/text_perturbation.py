@@ -280,7 +280,7 @@ def _first(
 
 
 def _alike(lengths: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield index pairs into ``lengths`` (B, F), in groups of at most ``size`` equal lengths."""
+    """Yield groups of at most ``size`` index pairs into ``lengths`` (B, F) with equal lengths."""
     for length in torch.unique(lengths):
         for places in (lengths == length).nonzero().split(size):
             example, step = places.unbind(-1)

@@ -36,7 +36,7 @@ def fill_for(fill: Filling, inputs: Tensor) -> Tensor:
 
 
 def replace_tokens(rows: Tensor, chosen: Tensor, fill: Filling) -> Tensor:
-    """Return rows (R, L) or (R, L, E) with the fill in place of the chosen tokens (R, L)."""
+    """Return ids (R, L) or embeddings (R, L, E) with the fill at the chosen tokens (R, L)."""
     places = chosen if rows.dim() == 2 else chosen[..., None]
     return torch.where(places, fill_for(fill, rows), rows)
 

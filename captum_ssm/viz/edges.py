@@ -27,7 +27,7 @@ _WIDEST, _THINNEST = 4.0, 0.6
 _HIGH = 2.1
 #: An arc is labeled if its effect is at least this share of the largest effect.
 _NUMBERED = 0.2
-#: Cells between two words.
+#: Character cells between two words.
 _GAP = 1.4
 #: Width in character cells of a word that is rotated.
 _TURNED = 1.9
@@ -155,7 +155,7 @@ class WordRow(NamedTuple):
 
     Attributes:
         middles: the middle of each shown token.
-        halves: half the width that each shown token has for the ends of arcs.
+        halves: half the width above each shown token in which its arcs end.
         ticks: the middles of all labels, including labels for words that are left out.
         labels: the labels.
         turned: whether the labels are rotated.

@@ -1,4 +1,4 @@
-"""Create figures, check the numbers to draw, and choose colors.
+"""Create figures, check the values to draw, and choose colors.
 
 Colors are distinct for most kinds of color vision; scales of both signs are centered at 0.
 """
@@ -58,7 +58,7 @@ def numbers(values: Any, what: str) -> Tensor:
 
 
 def strongest(values: Tensor) -> float:
-    """Return the number that is largest in absolute value, with its sign."""
+    """Return the entry with the largest absolute value, with its sign."""
     flat = values.flatten()
     return float(flat[flat.abs().argmax()])
 
@@ -96,13 +96,13 @@ def explain_colors(figure: Figure, color_map: str) -> None:
 
 
 def min_max(values: Tensor) -> Tensor:
-    """Stretch absolute values to 0 ... 1, as in the papers' figures of matrices."""
+    """Scale absolute values to the range from 0 to 1, as in the papers' figures of matrices."""
     size = values.abs()
     spread = float(size.max() - size.min())
     return (size - size.min()) / (spread or 1.0)
 
 
 def line_style(index: int) -> dict[str, str]:
-    """Return color and dashes of line number ``index``, which differ for the first 28."""
+    """Return color and dashes for the line with this index; the first 28 lines all differ."""
     dashes = DASHES[index // len(LINES) % len(DASHES)]
     return {"color": LINES[index % len(LINES)], "linestyle": dashes}

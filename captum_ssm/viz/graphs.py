@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _ROW, _WIDEST = 1.05, 4.5
 #: Areas in square points of the nodes of the greatest and of the least influence.
 _LARGEST, _SMALLEST = 170.0, 14.0
-#: The smallest share of a node's input for an edge to be drawn, and nodes' share of a row.
+#: The smallest share of a node's input that is drawn, and the share of a row's height for nodes.
 _LEAST, _SPREAD = 0.03, 0.62
 
 
@@ -144,7 +144,7 @@ def _check_by(graph: Graph, by: str) -> None:
 
 
 def _relevance(graph: Graph, edges: Tensor) -> Tensor:
-    """Return each node's absolute contribution (n,), to the target or to the nodes it enters."""
+    """Return absolute values (n,): whole activations, and other nodes' sums of outgoing edges."""
     own = torch.tensor([node.activation for node in graph.nodes], dtype=torch.double)
     whole = torch.tensor([node.kind == "whole" for node in graph.nodes])
     return torch.where(whole, own, edges.sum(0)).abs()
@@ -175,7 +175,7 @@ def _row_name(graph: Graph, depth: int, last: int) -> str:
 def _places(
     graph: Graph, chosen: Sequence[int], words: WordRow, rows: dict[int, int]
 ) -> dict[int, tuple[float, float]]:
-    """Return each node's position; nodes of one word in one row are stacked."""
+    """Return each node's (x, y) in the picture; nodes of one word in one row are stacked."""
     together = defaultdict[tuple[int, int], list[int]](list)
     for i in chosen:
         together[_column(graph, i), graph.nodes[i].depth].append(i)

@@ -1,4 +1,4 @@
-"""Draw tables of numbers and their intervals as dots and bars."""
+"""Draw tables of values and their confidence intervals as dots and bars."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .labels import shown
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: (lower bound, value, upper bound); NaN if there is no number.
+#: (lower bound, value, upper bound); all NaN if there is no value.
 Interval = tuple[float, float, float]
 
-#: Sizes in inches: a line, a panel, a character of a label, one of the title, the margins.
+#: Sizes in inches: a line, a panel, a label's character, a title's character, the margins.
 _LINE, _PANEL, _CHARACTER, _TITLE_CHARACTER, _AROUND = 0.155, 2.1, 0.068, 0.088, 0.9
 
 

@@ -43,11 +43,11 @@ class Words(NamedTuple):
     """Labels and layout of a text's tokens.
 
     Attributes:
-        labels: the text of each token, without outer spaces; ``₂`` for the second token of a
-            character, and so on; the name of a special token.
-        joined: the tokens that follow the one before without a gap.
-        breaks: the tokens after which a line ends.
-        marks: the special tokens.
+        labels: each token's text without outer spaces, or the name of a special token. If several
+            tokens encode one character, the second is ``₂``, and so on.
+        joined: the indices of tokens without a space between them and the token before.
+        breaks: the indices of tokens after which a line ends.
+        marks: the indices of special tokens.
     """
 
     labels: list[str]
@@ -57,7 +57,7 @@ class Words(NamedTuple):
 
 
 def as_words(tokens: Sequence[str]) -> Words:
-    """Return labels and layout of a text's tokens.
+    """Return token labels, and the tokens that continue a word, end a line or are special.
 
     Args:
         tokens: names of the tokens; only :class:`~captum_ssm.viz.Tokens` are joined to words.
@@ -117,7 +117,7 @@ def shards(words: Words) -> list[int]:
 
 
 def _of_word(character: str) -> bool:
-    """Return True for letters of scripts with spaces, unlike Thai, Chinese and Japanese."""
+    """Return True for letters of scripts that put spaces between words, unlike Thai or Chinese."""
     alone = "\u0e00" <= character < "\u1000" or "\u3040" <= character < "\uac00"
     return character.isalnum() and not alone
 
@@ -200,7 +200,7 @@ def _glyphs() -> frozenset[int]:
 
 @lru_cache(maxsize=4)
 def _glyphs_of(monospace: tuple[str, ...], sans: tuple[str, ...]) -> frozenset[int]:
-    """Return the characters that :data:`FAMILIES` can draw while the user prefers these fonts."""
+    """Return the code points that the label fonts can draw; the arguments only key the cache."""
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
     files = [findfont(FontProperties(family=[name])) for name in FAMILIES]

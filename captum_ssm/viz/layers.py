@@ -1,4 +1,4 @@
-"""Plot one number per layer as lines."""
+"""Plot one value per layer as lines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plot_layers(
     logarithmic: bool = False,
     title: str | None = None,
 ) -> tuple[Figure, Any]:
-    """Draw how a number changes from layer to layer.
+    """Draw how a value, such as relevance, changes from layer to layer.
 
     Args:
         profiles: one number per layer, or a mapping from names to such numbers, of any lengths.

@@ -25,7 +25,7 @@ _LOOKS = {
     "gate": ("#cc79a7", "\\\\\\\\"),
     "step": ("#f0e442", "xxxx"),
 }
-#: The color and hatch of a role with a different name.
+#: The color and hatch of a role without an entry in the table above.
 _OTHER = ("#999999", "")
 #: Height in inches of the bars above a line of text.
 _HIGH = 1.5

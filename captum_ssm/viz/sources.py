@@ -14,7 +14,7 @@ from .labels import heading, label_axis
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Numbers are written into the cells of heat maps with at most this number of cells.
+#: Contributions are written into the cells of heat maps with at most this number of cells.
 _MOST_NUMBERS = 300
 
 
@@ -81,7 +81,7 @@ def plot_contributions(
 
 
 def _write(axis: Any, found: Tensor, largest: float) -> None:
-    """Write the numbers into the cells, in white on dark cells."""
+    """Write the contributions into the cells of the heat map, in white on dark cells."""
     for row, line in enumerate(found.tolist()):
         for column, value in enumerate(line):
             color = "white" if abs(value) > 0.6 * largest else "black"

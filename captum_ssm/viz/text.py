@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 #: Characters per line, and the size of a character cell in inches.
 LINE = 84
 CELL = (0.098, 0.32)
-#: Cells around a word in its box, and between the boxes of two words.
+#: Character cells around a word in its box, and between the boxes of two words.
 PAD, GAP = 0.4, 0.4
-#: Entries below this share of the identity stay pale.
+#: With ``asking``, relevance below this share of the query token's entry stays pale.
 _NOTHING = 1e-3
 
 

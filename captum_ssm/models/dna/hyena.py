@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from ...errors import InputError
 from .common import SMALL, Backbone, DNAModel
 
-#: The released models multiply each filter by a window that decays to this value ...
+#: The value to which the released models' windows, which multiply the filters, decay.
 _FALLS_TO = 1e-2
-#: ... within 1.5 times the longest sequence for the first channel, and 0.3 times for the last ...
+#: Decay times of the first and of the last channel's window, in lengths of the longest sequence.
 _SLOWEST, _FASTEST = 1.5, 0.3
-#: ... and to which this constant is added.
+#: The constant that is added to a window.
 _FLOOR = 0.05
 #: The lowest frequency of the position features.
 _LOWEST = 1e-4

@@ -89,7 +89,7 @@ class OneHot(nn.Module):
         return out
 
     def _around(self, ids: Sequence[int], like: Tensor) -> Tensor | None:
-        """Return the embeddings (B, n, E) of tokens that are added to each example, or None."""
+        """Return embeddings (B, n, E) of tokens to put before or after each example, or None."""
         if not ids:
             return None
         vectors = self._embedded(ids, like.device)

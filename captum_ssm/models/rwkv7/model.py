@@ -67,7 +67,7 @@ class RWKV7Block(nn.Module):
         self.ffn = RWKV7FeedForward(width, inner)
 
     def forward(self, x: Tensor, v_first: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the block's output, and the values of the first block's mixer."""
+        """Return the block's output, and the first block's mixer values, both (B, L, E)."""
         x = self.ln0(x) if self.att.is_first else x
         out, v_first = self.att(self.ln1(x), v_first)
         x = x + out

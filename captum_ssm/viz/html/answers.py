@@ -82,7 +82,7 @@ def answers_of(
 
 
 def _streams(found: Decomposition, known: Outline) -> Tensor | None:
-    """Return the relevance of each layer's input (N, L), without padding."""
+    """Return the relevance of each layer's input (N, L); None if layers differ in tokens."""
     tokens = {layer.tokens for layer in known.layers} | {x.shape[-1] for x in found.streams}
     if len(tokens) > 1 or len(found.streams) != len(known.layers):
         return None
@@ -90,7 +90,7 @@ def _streams(found: Decomposition, known: Outline) -> Tensor | None:
 
 
 def moved(streams: Tensor | None, asking: int | None) -> list[float] | None:
-    """Return the relevance that each layer moves between tokens; None if not known."""
+    """Return the relevance that each layer moves between tokens; None without ``streams``."""
     if streams is None:
         return None
     leaving = torch.zeros_like(streams[-1])
@@ -103,14 +103,14 @@ def moved(streams: Tensor | None, asking: int | None) -> list[float] | None:
 
 
 def packed(streams: Tensor) -> bytes:
-    """Pack rows (N, L): the rows' largest sizes as float32, and shares of them as int16."""
+    """Pack relevance (N, L): each layer's absolute maximum as float32, and int16 shares of it."""
     scales = streams.abs().amax(-1, keepdim=True)
     steps = (streams / scales.where(scales > 0, 1.0) * _STEPS).round()
     return scales.numpy().astype("<f4").tobytes() + steps.numpy().astype("<i2").tobytes()
 
 
 def packed_size(known: Outline) -> int:
-    """Estimate the bytes in a page of one method's streams, values and roles for all targets."""
+    """Estimate the bytes that one method's relevance by layer, token and role takes in a page."""
     layers, tokens = len(known.layers), len(known.real)
     return len(known.targets) * (layers * (4 + 2 * tokens) + _WRITTEN * tokens)
 
@@ -118,7 +118,7 @@ def packed_size(known: Outline) -> int:
 def facts_of(
     answers: Sequence[Answer], values: Callable[[Tensor], list[float | None]], name: str
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """Return a method's answers as JSON values, and data blocks with the answers' streams."""
+    """Return a method's answers as JSON values, and the layers' relevance as bytes, by name."""
     facts, blocks = [], {}
     for number, answer in enumerate(answers):
         block = None if answer.streams is None else f"{name}-{number}"

@@ -45,7 +45,7 @@ from .scissors import cuts_of
 Methods: TypeAlias = Method | Sequence[Method] | Mapping[str, Method]
 
 
-#: Steps of the bar: methods, other predictions, cuts, the graph and maps.
+#: Steps of an example's progress bar: methods, other predictions, cuts, the graph and maps.
 _STEPS = 5
 
 
@@ -69,11 +69,11 @@ class Explanation:
     """The explanation of one example, as pages and files show it.
 
     Attributes:
-        facts: everything except the maps' numbers, as JSON values.
+        facts: everything except the maps' entries, as JSON values.
         tokens: the unchanged tokens; ``facts`` has them with invisible characters as escapes.
         ids: the tokens' ids, or None.
         layers: the mixers, in the order in which they ran.
-        blocks: the maps' numbers in bytes, by names that are in ``facts``.
+        blocks: the maps' entries as bytes, by the names that ``facts`` uses.
         accounts: the parts of the explained number, by method. Default: empty.
     """
 
@@ -192,7 +192,7 @@ def _parts(
 
 
 def streams_size(outlines: Sequence[Outline], methods: Named) -> int:
-    """Return an upper bound, in bytes, of the layers' input relevance in a page."""
+    """Return an upper bound of the bytes that the relevance of layers' inputs takes in a page."""
     count = sum(explains_several(method, {}) for method in methods.values())
     return count * sum(packed_size(known) for known in outlines)
 
@@ -229,7 +229,7 @@ def _methods(
 ) -> list[dict[str, Any]]:
     """Return one dict of JSON values for each method: name, relevance, sum, roles and options.
 
-    Its entry ``"own"`` is the query token if relevance there is mostly the identity, else None.
+    The entry ``"own"`` of a dict is the query token if the method adds the identity, else None.
     """
     facts = []
     for (name, relevance), kind in zip(found.items(), wanted.methods.values(), strict=True):

@@ -198,7 +198,7 @@ def _hops(result: SSMLLMAttributionResult) -> list[tuple[Tensor, Tensor | None]]
 
 
 def _without_asking(rows: Tensor) -> Tensor:
-    """Return rows (S, F + S) with each part's entries for itself and the word before set to 0."""
+    """Set each answer part's relevance for itself and the column before to 0, in (S, F + S)."""
     words, columns = rows.shape
     place = torch.arange(words) + columns - words
     kept = rows.clone()

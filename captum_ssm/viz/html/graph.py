@@ -24,7 +24,7 @@ _ROWS = 12
 _LARGEST = 4000
 #: The largest number of links in a page for each activation that is followed.
 _LINKS = 10
-#: Kinds of nodes with inputs and a value.
+#: Kinds of nodes with incoming edges and an activation.
 _ENTERED = ("whole", "target")
 #: Source, target, and the relevance that the source contributes to the target.
 Link: TypeAlias = tuple[int, int, float]
@@ -83,7 +83,7 @@ def graph_of(
 
 
 def _places(subject: Subject, known: Outline) -> Iterator[tuple[str, list[nn.Module]]]:
-    """Yield the possible rows of the graph with their kind: first all blocks, then all mixers."""
+    """Yield a kind and its modules, candidates for the graph's rows: first blocks, then mixers."""
     by_name = {
         name: mixer for mixer in find_mixers(subject.module, subject.layers) for name in mixer.names
     }
@@ -97,7 +97,7 @@ def _places(subject: Subject, known: Outline) -> Iterator[tuple[str, list[nn.Mod
 def _chosen(
     places: Sequence[nn.Module], most: int, moves: Sequence[float] | None
 ) -> list[nn.Module]:
-    """Return the last module and, up to ``most``, others with large ``moves`` or evenly spaced."""
+    """Select ``most`` modules or fewer: the last, and others by ``moves`` or evenly spaced."""
     count = len(places)
     if moves is not None and len(moves) == count > most:
         best = sorted(range(count - 1), key=lambda i: -moves[i])[: most - 1]

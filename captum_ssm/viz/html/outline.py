@@ -22,7 +22,7 @@ from ...errors import InputError, QueryError
 from ...tracing import Trace, require_layers, require_real_tokens, trace
 from .example import ShownExample, Subject
 
-#: The numbers of likeliest classes, and of rivals from the text.
+#: The number of likeliest classes, and the number of rivals from the text.
 _NAMED, _IN_TEXT = 5, 3
 
 
@@ -113,7 +113,7 @@ def outline(subject: Subject, example: ShownExample) -> Outline:
 
 
 def _asking(output: Tensor, index: Tensor | None, record: Trace, mask: Tensor | None) -> int | None:
-    """Return the position of the query, if the query is a single token."""
+    """Return the position of the query; None if the query is not a single token."""
     try:
         weights = query_weights(None, output, index, record.layers[-1], mask)
     except QueryError:  # methods that read a row will raise
@@ -143,7 +143,7 @@ def _predicted(output: Tensor, positions: list[int]) -> Any:
 def _predictions(
     subject: Subject, output: Tensor, index: Tensor | None, target: Any, ids: Tensor | None
 ) -> tuple[str, list[LikelyClass], list[Any], int]:
-    """Return a description, predictions, their targets, and the explained prediction's index."""
+    """Return the target in words, predictions, a target for each, and the explained one's index."""
     if index is None:
         return f"the model's output, {float(output.flatten()[0]):.4g}", [], [target], 0
     *place, chosen = index[0].tolist()
@@ -170,7 +170,7 @@ def _predictions(
 def _rivals(
     ids: Sequence[int], place: Sequence[int], logits: Tensor, said: Collection[int]
 ) -> list[int]:
-    """Return the text's likeliest other tokens; tokens after an equal query token come first."""
+    """Return rivals: likely tokens of the text, first those that follow a copy of the query."""
     found = {k for k in ids if 0 <= k < len(logits) and bool(logits[k].isfinite())}.difference(said)
     asking = ids[place[0]] if ids and -len(ids) <= place[0] < len(ids) else None
     behind = {after for before, after in pairwise(ids) if before == asking}

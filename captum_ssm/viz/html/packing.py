@@ -26,7 +26,7 @@ from .example import ShownExample, Subject
 from .outline import Outline
 from .page import short
 
-#: Titles of the token-to-token maps, by the option's value.
+#: Titles of the token-to-token maps, by value of the option ``matrices``.
 MAPS = {"attention": "Implicit attention", "contributions": "LATIM contributions"}
 
 #: Cells along the side of an overview.

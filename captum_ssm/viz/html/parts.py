@@ -84,7 +84,7 @@ def decomposition(
 
 
 def options_of_parts(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of ``attribute`` that ``decompose`` has as well."""
+    """Return the options of ``attribute`` that ``decompose`` also accepts."""
     return {name: value for name, value in options.items() if name not in _OF_ATTRIBUTE}
 
 

@@ -19,7 +19,7 @@ from ..figure import scale
 _BEYOND = 0.02
 #: The gray level of pixels without a relevance value.
 _NO_NUMBER = 128 / 255
-#: Steps from no relevance to the end of the scale, and the code for no number.
+#: Levels from zero to the largest relevance, and the code for NaN.
 _STEPS, _NO_STEP = 127, -128
 
 
@@ -39,7 +39,7 @@ class Raster(NamedTuple):
 
 
 def raster(values: Tensor, *, extremes: bool) -> Raster:
-    """Round relevance (h, w) to 127 levels; without ``extremes`` the largest ones are clipped."""
+    """Round relevance (h, w) to 127 levels; ``extremes=False`` clips the largest values."""
     values = values.detach().cpu().double()
     known = values.isfinite()
     finite = torch.where(known, values, 0.0)
@@ -106,7 +106,7 @@ def _end_of_scale(values: Tensor) -> float:
 
 
 def _ends(pixels: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the values shown as black and as white."""
+    """Return the pixel values that :func:`photograph` shows as black and as white."""
     low, high = float(pixels.min()), float(pixels.max())
     if low < 0:
         return low, high

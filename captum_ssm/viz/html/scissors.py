@@ -38,7 +38,7 @@ def cuts_of(subject: Subject, example: ShownExample, known: Outline, count: int)
     """Return the messages of the largest effects, and the model's outputs without them.
 
     A state has the output without some messages: the explained number, its probability, and the
-    likeliest answers' label numbers and probabilities. A state's name has the numbers of the cut
+    likeliest answers' label indices and probabilities. A state's name lists the indices of the cut
     messages, such as ``"0-3"``, or is ``""`` without cuts.
     """
     told: dict[str, Any] = {"rows": [], "states": {}, "labels": [], "classes": 0, "obstacle": None}
@@ -89,24 +89,24 @@ def _cut(subject: Subject, example: ShownExample, known: Outline, count: int) ->
 
 
 class _CutRuns:
-    """Runs the model while messages are cut, and returns the numbers that a page stores."""
+    """Runs the model while messages are cut, and returns the scores that a page stores."""
 
     def __init__(self, subject: Subject, known: Outline, run: Interventions) -> None:
         self.subject, self.known, self.run = subject, known, run
-        #: Names of classes, the explained one first, and the place of each in the list.
+        #: Names of classes, the explained class first, and the index of each class in the list.
         self.labels = [spelled(known.predictions[known.asked].label)] if known.predictions else []
         self._places: dict[int, int] = {}
         self.classes, self.entries = 0, 1
 
     def of(self, edges: Sequence[Edge], states: Sequence[State]) -> dict[str, list[float]]:
-        """Run the model in each state, and return the stored numbers by state name."""
+        """Run the model for each set of cut edges; return the stored scores by state name."""
         cuts = [[edges[n] for n in state] for state in states]
         outputs = self.run.outputs(cuts) if cuts else ()
         said = [row for output in outputs for row in self._rows(output)]
         return {"-".join(map(str, state)): row for state, row in zip(states, said, strict=True)}
 
     def _rows(self, output: Tensor) -> Iterator[list[float]]:
-        """Yield the numbers that are stored for each output of a batch."""
+        """Yield scores to store for each output: explained number, probability, best classes."""
         self.entries = output[0].numel()
         index = target_index(self.known.target, output[:1])
         scores = self.run.explained(output).tolist()
@@ -139,6 +139,6 @@ def _chance(chance: float) -> float:
 
 
 def _call(edge: Edge, mixers: Sequence[str]) -> str:
-    """Return Python code for an edge, with the layer's number if layers ran in order, or name."""
+    """Return Python code for an edge; layers that ran out of order are written by name."""
     in_order = edge.name in mixers[edge.layer : edge.layer + 1]
     return f"Edges({edge.layer if in_order else repr(edge.name)}, {edge.source}, {edge.target})"

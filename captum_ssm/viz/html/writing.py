@@ -1,4 +1,4 @@
-"""Write explanations to files: reports, pictures or numbers."""
+"""Write explanations to files: reports, pictures, JSON or CSV."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from .parts import is_negligible
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: The content of a file for each ending.
+#: A description of the content for each file ending.
 FORMATS = {
     ".html": "a report",
     ".png": "pictures of each example",
     ".json": "numbers",
     ".csv": "relevance, a row for each token",
 }
-#: The content for each ending, in reports with ``generate=``.
+#: A description of the content for each file ending, in reports with ``generate=``.
 ANSWERS = {".html": "a report"}
 
 
