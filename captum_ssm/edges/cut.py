@@ -156,7 +156,7 @@ class CutCall:
         return found
 
     def _keep_kind(self) -> None:
-        """Drop edges with ``layers="attention"`` or ``"ssm"`` if the mixer is of the other kind."""
+        """Drop edges whose ``layers`` is ``"attention"`` or ``"ssm"`` and excludes this mixer."""
         if all(e.is_of_kind(True) and e.is_of_kind(False) for s in self.edges.values() for e in s):
             return
         attention = is_attention(self.linear)
@@ -234,7 +234,7 @@ class CutCall:
     def _lost_with_selection(self, kind: Kind, pairs: Sequence[Pairs]) -> Tensor:
         """Return the targets' decrease (B, L, H, P) without the sources in the mixer's input.
 
-        The mixer's linear form, with its coefficients, is built again for each set of sources.
+        The mixer's linear form and coefficients are computed again for each set of sources.
         """
         linear, hidden = self.linear, self.hidden.detach()
         fill = torch.zeros_like(hidden)

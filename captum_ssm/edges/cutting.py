@@ -200,8 +200,8 @@ class _KnockOut(Watcher):
     def _find_tokens(self, module: nn.Module, arguments: Arguments) -> Given:
         """Run the module again, uncut, to map each mixer's tokens to the model's input tokens.
 
-        A state that only this knock-out's hooks have changed counts as unchanged, so knock-outs
-        with the same call share a result.
+        A model state that only this knock-out's hooks have changed counts as unchanged, so
+        knock-outs of equal calls share a result.
         """
         unwatched, watched = self._states
         state = self._state()

@@ -67,7 +67,7 @@ class KnockoutWindows:
         return self.probabilities - self.plain
 
     def layers_of(self, number: int) -> tuple[str, ...]:
-        """Return the names of the layers in the window around layer ``number``."""
+        """Return the names of the layers in the window around the layer with index ``number``."""
         return tuple(self.layers[i] for i in _window(number, self.window, len(self.layers)))
 
 
@@ -89,9 +89,9 @@ def knockout_windows(
 ) -> KnockoutWindows:
     """Measure an answer's probability after cutting edges from kinds of tokens in layer windows.
 
-    For every kind of tokens, such as a question's subject, and every layer, the edges from them to
-    the answering tokens are cut in a window of layers around it: Mamba Knockout (arXiv:2505.24244),
-    and for attention Geva et al. (arXiv:2304.14767).
+    For every kind of tokens, such as a question's subject, and every layer, edges from these tokens
+    to the answering tokens are cut in a window of layers, with this layer in the middle: Mamba
+    Knockout (arXiv:2505.24244), and for attention Geva et al. (arXiv:2304.14767).
 
     Args:
         forward_func: the model, wrapped or not, its bound method, or a function that runs it.

@@ -28,7 +28,7 @@ Tokens = None | int | slice | range | Sequence[int] | Tensor | str | Relation
 #: (``"attention"``, ``"ssm"``) of several.
 OneLayer = int | str | nn.Module
 
-#: Relations of a token to the one at the other end of an edge, by name.
+#: Functions of both tokens' positions that return True if the edge exists, by relation name.
 RELATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "later": torch.gt,
     "earlier": torch.lt,
@@ -165,7 +165,7 @@ class Edges:
         return list(dict.fromkeys(found))
 
     def is_of_kind(self, is_attention: bool) -> bool:
-        """Return False if ``layers`` names the other kind: ``"attention"`` or ``"ssm"``."""
+        """Return True unless ``layers`` is ``"attention"`` or ``"ssm"`` and excludes the mixer."""
         wanted = self.layers if isinstance(self.layers, str) else None
         return wanted not in KINDS or (wanted == "attention") == is_attention
 

@@ -151,7 +151,7 @@ class NormCalls:
     def of_layers(
         self, layers: Sequence[Layer], gradients: Sequence[Tensor]
     ) -> list[Sequence[NormReader]]:
-        """Return the norms that read each layer's output; an empty list if not known.
+        """Return the norms that read each layer's output; for unknown norms, an empty list.
 
         A layer's norms are known if the gradients through them sum to the gradient at the layer.
 

@@ -174,7 +174,7 @@ class Api:
         return self._explained(example, model, method, None, filtered=True)
 
     def _result(self, model: int, explain: Callable[[], Any]) -> dict[str, Any] | None:
-        """Return the fields of ``explain()``, or its error, so other models are still displayed."""
+        """Return the fields of ``explain()``, or the error; the page still shows other models."""
         try:
             output = explain()
         except Exception as error:

@@ -1,6 +1,6 @@
 """Captum's infidelity and sensitivity_max for sequences, with changes of whole tokens.
 
-Captum's perturbations add noise to numbers. But noise cannot be added to token ids, and with noise
+Captum's perturbations add noise to inputs. But noise cannot be added to token ids, and with noise
 on padding, a method that ignores padding would get a worse score. These functions remove, replace
 or perturb only unpadded tokens. They accept ids, embeddings, and methods of Captum and this
 package.

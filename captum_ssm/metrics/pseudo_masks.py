@@ -1,7 +1,7 @@
 """Evaluate relevance maps as masks for weakly supervised segmentation (UN table 6, appendix B).
 
-The labels of an image list its classes, and the relevance map of each class shows where it is. The
-table contains the IoU of each class over the pixels of all images, and their mean.
+An image has a relevance map for each class that occurs in the image. Together the maps predict each
+pixel's class. The table contains each class's IoU over the pixels of all images, and their mean.
 """
 
 from __future__ import annotations

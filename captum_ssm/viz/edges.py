@@ -95,7 +95,7 @@ def plot_edges(
     """Draw edges as arcs over the words of a text, from sources to targets.
 
     An arc's width shows the effect of its edge. Purple edges increase the output, brown edges
-    decrease it. The strongest are labeled with their effects, with ≈ if norms are approximated to
+    decrease it. The strongest edges have labels with effects, with ≈ if norms are approximated to
     first order. If the text is too long for one row, words far from all edges are left out.
 
     Args:
@@ -203,7 +203,7 @@ def _near(ends: set[int], count: int, most: int) -> list[int]:
 
 
 class _Arc(NamedTuple):
-    """The drawn arc of an edge: its ends and height."""
+    """The drawn arc of an edge: horizontal positions of both ends, and the height."""
 
     edge: Edge
     source: float

@@ -40,7 +40,7 @@ def plot_graph(
     Sizes of nodes and widths of edges show influence. Purple edges add to their target, brown ones
     subtract. Errors are hollow. If the text is too long for one row, words far from all nodes are
     left out. With ``by="relevance"``, for graphs of whole activations, widths and sizes show the
-    relevance of an edge or a node, and a node's incoming relevance sums to its own.
+    relevance of an edge or a node, and edges to a node sum to the node's relevance.
 
     Args:
         graph: a :class:`captum_ssm.inside.Graph`.

@@ -112,7 +112,7 @@ class HyenaFilter(nn.Module):
 class HyenaOperator(nn.Module):
     """Hyena's mixer, with the parameter names of the published code.
 
-    With a short convolution conv, the long filter h and x0, x1, v = conv(in_proj(u)), it returns
+    With a short convolution conv, the long filter h and x0, x1, v = conv(in_proj(u)), the output is
 
         out_proj(x0 (h * (x1 v) + b x1 v))
 

@@ -40,7 +40,7 @@ class _ScaleNorm(nn.Module):
 class HyenaCascade(nn.Module):
     """A block's gated convolution, with the parameter names of the published code.
 
-    With a short convolution conv and the block's filter h, it returns for the projected input u
+    With a short convolution conv and the block's filter h, the output for the projected input u is
 
         x2 (h * (x1 v) + D x1 v)        where x2, x1, v = conv(u)
 

@@ -26,7 +26,7 @@ _DT_MIN, _DT_MAX = 1e-3, 1e-1
 class VimMixer(nn.Module):
     """Vision Mamba's mixer, with the parameter names of the published code.
 
-    With x, z = in_proj(h), u = SiLU(conv(x)) and f(x, z) = SiLU(z) (scan(u) + D u), it returns
+    With x, z = in_proj(h), u = SiLU(conv(x)) and f(x, z) = SiLU(z) (scan(u) + D u), the output is
     out_proj(y). For each ``bimamba_type``, y is::
 
         none:  f(x, z)

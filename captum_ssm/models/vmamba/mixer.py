@@ -72,7 +72,7 @@ def form_of(forward_type: str) -> Form:
 class SS2D(nn.Module):
     """VMamba's mixer, with the parameter names of the published code.
 
-    With x, z = in_proj(h) and u = act(conv(x)) over the grid of tokens, it returns
+    With x, z = in_proj(h) and u = act(conv(x)) over the grid of tokens, the output is
 
         out_proj(act(z) y)        where y = norm(sum over k of scan_k(u) + D_k u)
 

@@ -1,7 +1,7 @@
 """Compute relevance for each likely prediction, so a page can switch between them.
 
 Relevance is linear in the explained number, so the page subtracts the relevance of two predictions
-to explain one rather than the other. Shapes: L tokens, N layers.
+to explain one prediction rather than another. Shapes: L tokens, N layers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Answer:
     Attributes:
         tokens: the relevance of tokens (1, L), or of a grid of patches.
         roles: the relevance by role; empty if the rule has no roles.
-        account: the parts of the output.
+        account: the output as a sum of relevance and constants.
         streams: relevance of each layer's input (N, L), without padding; None if the layers do not
             all mix the example's tokens.
     """

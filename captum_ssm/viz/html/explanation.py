@@ -51,7 +51,7 @@ _STEPS = 5
 
 @dataclass(frozen=True, eq=False)
 class Wanted:
-    """The options of :func:`explain_all`, and the number ``kept`` of entries per row of a map."""
+    """The options of :func:`explain_all`, and how many entries per row of a matrix are ``kept``."""
 
     methods: Named
     options: Mapping[str, Mapping[str, Any]] | None
@@ -66,7 +66,7 @@ class Wanted:
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """The explanation of one example, as pages and files show it.
+    """The explanation of one example, as :mod:`captum_ssm.viz.html.writing` writes it to files.
 
     Attributes:
         facts: everything except the maps' entries, as JSON values.
@@ -86,7 +86,7 @@ class Explanation:
 
     @property
     def page_facts(self) -> dict[str, Any]:
-        """The facts, rounded to the digits that a page shows."""
+        """The JSON values in ``facts``, rounded to the digits that a page shows."""
         methods = [
             _shortened(method) | {"answers": [_shortened(answer) for answer in method["answers"]]}
             for method in self.facts["methods"]

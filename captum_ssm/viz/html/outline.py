@@ -190,7 +190,7 @@ def label_of(subject: Subject, index: int, output: Tensor) -> str:
 
 
 def patch_names(known: Outline) -> list[str]:
-    """Return a name for each token: a patch's row and column, "class token", or a number."""
+    """Return a name for each token: a patch's row and column, "class token", or an index."""
     names = [f"token {i}" for i in known.real]
     if known.grid is not None and known.asking is not None:
         names[known.asking] = "class token"

@@ -23,7 +23,7 @@ class Account(NamedTuple):
     Attributes:
         output: the explained number.
         bias: the contribution of biases and other constants.
-        delta: the missing part.
+        delta: the output minus relevance and ``bias``; about 0 if the decomposition is complete.
         references: the part of ``bias`` from references for keys and queries. Default: 0.0.
         baselines: the part of ``bias`` from the baseline input. Default: 0.0.
     """
@@ -89,7 +89,7 @@ def options_of_parts(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def account(found: OutputParts) -> Account:
-    """Return the parts of the output from the decomposition of one example."""
+    """Return one example's output as a sum of relevance and constants, from a decomposition."""
     bias = sum(found.biases.values(), torch.zeros_like(found.output))
     references, baselines = (found.biases.get(name, 0.0) for name in ("references", "baselines"))
     return Account(*map(float, (found.output, bias, found.delta, references, baselines)))

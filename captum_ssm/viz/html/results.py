@@ -125,7 +125,7 @@ def _nothing_yet() -> dict[str, Any]:
 def _place(
     facts: dict[str, Any], name: str, relevance: Tensor, names: Names | None, identity: bool = False
 ) -> None:
-    """Add one example's relevance to ``facts``, as a row of tokens or as a map."""
+    """Add one example's relevance to ``facts``: a vector as colored tokens, a matrix as a map."""
     values = relevance.detach().cpu().double()
     if values.dim() == 3:  # channels of an image
         values = values.sum(0)

@@ -1,4 +1,4 @@
-"""Run a report's example while its strongest messages are cut, singly and in pairs.
+"""Run a report's example while its strongest messages are cut, one by one and in pairs.
 
 A page without a server can only show stored runs. These are single cuts, the strongest message with
 each other one, and pairs of the strongest few. If the answer is almost certain, its probability
