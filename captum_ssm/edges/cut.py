@@ -329,7 +329,7 @@ def _overlap(one: Sequence[Pairs], other: Sequence[Pairs]) -> bool:
 
 
 def _goes_forward(pairs: Pairs) -> bool:
-    """Return True if in some example a target is at or after a source."""
+    """Return True if some pair, in any example, has its target at or after its source."""
     tokens = pairs.targets.shape[-1]
     position = torch.arange(tokens)
     last = torch.where(pairs.targets, position, -1).amax(-1)

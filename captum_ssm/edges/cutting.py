@@ -198,7 +198,7 @@ class _KnockOut(Watcher):
         self._depth += 1
 
     def _find_tokens(self, module: nn.Module, arguments: Arguments) -> Given:
-        """Run the module again, uncut, to map each mixer's tokens to the model's input tokens.
+        """Run the module again without cuts, to map each mixer's tokens to the input tokens.
 
         A model state that only this knock-out's hooks have changed counts as unchanged, so
         knock-outs of equal calls share a result.

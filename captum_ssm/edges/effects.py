@@ -346,7 +346,7 @@ class Effects:
         return found
 
     def _total(self, layers: Any, of: Callable[[LayerEffects], Tensor]) -> Tensor:
-        """Sum ``of(layer)`` over the chosen layers; raise if these read different tokens."""
+        """Sum the function ``of`` over the chosen layers; raise if layers read different tokens."""
         chosen = self._chosen(layers)
         if not chosen:
             raise OptionError(

@@ -166,7 +166,7 @@ class Interventions:
             yield output[: len(some)]
 
     def _masked(self, cuts: Sequence[Sequence[Edge]], size: int) -> list[Edges]:
-        """Combine the edges to cut in each copy into Edges with one mask row per copy.
+        """Combine the edges to cut in each copy of an example into Edges with masks (copies, L).
 
         Two edges of one copy are not merged: this would cut from each source to each target.
         """

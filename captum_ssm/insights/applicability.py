@@ -13,7 +13,7 @@ from ..tracing import find_mixers, find_model
 
 
 def obstacle(method: type[Attribution], model: Any, inputs: tuple[Tensor, ...]) -> str | None:
-    """Return the reason why a method cannot explain a model with such inputs, or None.
+    """Return the reason why a method cannot explain a model with these inputs, or None.
 
     Args:
         method: the class of the method.

@@ -172,7 +172,7 @@ class AttributionCalculation:
         return OutputScore(score, index, str(self.classes[index]))
 
     def obstacle(self, name: str, model: Any, inputs: tuple[Tensor, ...]) -> str | None:
-        """Return why the named method cannot explain a model with such inputs, or None."""
+        """Return the reason why a method cannot explain a model with these inputs, or None."""
         return obstacle(ATTRIBUTION_NAMES_TO_METHODS[name], model, inputs)
 
     def relevance(

@@ -102,7 +102,7 @@ def register_with_captum() -> list[str]:
 
 
 def _with_its_own_baselines(method: type[SSMAttribution]) -> type[SSMAttribution]:
-    """Hide a method's argument ``baselines``: Captum 0.8 would pass zeros, which is a token id."""
+    """Hide a method's argument ``baselines``: Captum 0.8 would pass 0, which is a token id."""
     if "baselines" not in inspect.signature(method.attribute).parameters:
         return method
 

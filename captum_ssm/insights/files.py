@@ -129,7 +129,7 @@ def _label(label: int | None) -> Any:
 def _labelled(
     path: Path, suffixes: Sequence[str], classes: Sequence[str]
 ) -> list[tuple[Path, int | None]]:
-    """Return files and labels: files of a folder, then of subfolders, which are named by class."""
+    """Return files and labels: first the folder's files, then files in subfolders of classes."""
     top = existing_folder(path, f"files that end in {', '.join(suffixes)}")
     numbers = {name: number for number, name in enumerate(classes)}
     labelled: list[tuple[Path, int | None]] = [(file, None) for file in _files(top, suffixes)]

@@ -160,7 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_error(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {error}")
 
     def _check_origin(self) -> None:
-        """Refuse requests that other sites let a browser send, also by DNS rebinding."""
+        """Refuse requests that a browser sends for other websites, also with DNS rebinding."""
         own = {f"{host}:{self.server.server_port}" for host in (_LOOPBACK, "localhost")}
         if self.headers.get("Host", "") not in own:
             reason = (

@@ -22,7 +22,7 @@ from .overlay import picture_of, pixels_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Captum's values of ``sign``, and a test whether a map has numbers of this sign.
+#: Captum's values of ``sign``, and a test whether relevance has values of this sign.
 _SIGNS = {
     "all": lambda x: bool(x.any()),
     "absolute_value": lambda x: bool(x.any()),

@@ -37,7 +37,7 @@ def new_figure(width: float, height: float, **grid: Any) -> tuple[Figure, Any]:
 
 
 def numbers(values: Any, what: str) -> Tensor:
-    """Return the values as finite float64 numbers on the CPU; ``what`` names them in errors."""
+    """Return finite float64 values on the CPU; ``what`` is the name of the values in errors."""
     # Python's numbers are float64, which torch would round to its default
     dtype = None if hasattr(values, "dtype") else torch.float64
     try:

@@ -191,7 +191,7 @@ def _places(
 def links_between(
     edges: Tensor, chosen: Sequence[int], influence: Tensor, least: float = _LEAST
 ) -> list[tuple[int, int, float, float]]:
-    """Return (source, target, contribution, influence) of each link.
+    """Return (source, target, contribution, influence) of each edge that is large enough to draw.
 
     Args:
         edges: the edges of a graph, (n, n).

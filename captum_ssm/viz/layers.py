@@ -14,7 +14,7 @@ from .labels import shown
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Numbers per layer: a tensor (layers,), or a list as decomposition_error() returns it.
+#: Values per layer: a tensor (layers,), or a list as decomposition_error() returns it.
 Profile = Tensor | Sequence[float]
 
 #: Smaller decomposition errors are rounding errors, and are drawn at this value.

@@ -185,7 +185,7 @@ class _GatedMlp(nn.Module):
 
 
 class _StripedBlock(nn.Module):
-    """A block: x = x + mixer(norm(x)), then x + mlp(norm(x)), with the published names."""
+    """A block: x = x + mixer(norm(x)), then x + mlp(norm(x)), with published parameter names."""
 
     def __init__(self, mixer: nn.Module, mlp: nn.Module, width: int, eps: float) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _image(patches: int, patch: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Infer image size and stride from the number of patches, which overlap by half or not."""
+    """Infer image size and stride from the number of patches; the overlap is half or none."""
     side = math.isqrt(patches)
     strides = [options["stride"]] if options.get("stride") else [patch, max(1, patch // 2)]
     image = options.get("img_size", _RELEASED)
@@ -106,7 +106,7 @@ def _image(patches: int, patch: int, options: Mapping[str, Any]) -> dict[str, An
 
 
 def _usual_shape(weights: Weights, name: str, dims: int) -> torch.Size:
-    """Return a weight's shape in most layers, so that an error later names the odd layers."""
+    """Return the shape that a weight has in most layers; a later check names other layers."""
     keys = [k for k in weights if k.startswith("layers.") and k.endswith(f".mixer.{name}")]
     if not keys:
         raise CheckpointError(

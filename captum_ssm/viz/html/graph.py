@@ -83,7 +83,7 @@ def graph_of(
 
 
 def _places(subject: Subject, known: Outline) -> Iterator[tuple[str, list[nn.Module]]]:
-    """Yield a kind and its modules, candidates for the graph's rows: first blocks, then mixers."""
+    """Yield candidates for the graph's rows, as (kind, modules): first blocks, then mixers."""
     by_name = {
         name: mixer for mixer in find_mixers(subject.module, subject.layers) for name in mixer.names
     }

@@ -1,7 +1,7 @@
 """Predict after each block of a model, as if the later blocks were missing.
 
-The model runs again with every block returning the recorded output of one block, so that its norm
-and head read that block's residual stream (the logit lens, nostalgebraist 2020).
+The model runs again, and every block returns the recorded output of one block. The last norm and
+the head then read this block's residual stream (the logit lens, nostalgebraist 2020).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .outline import Outline, label_of
 
 #: The largest number of entries of all runs' outputs together; else some blocks are left out.
 _ENTRIES = 2**28
-#: The smallest number of blocks in a table.
+#: A table with fewer blocks is omitted.
 _LEAST = 2
 
 

@@ -143,7 +143,7 @@ def _predicted(output: Tensor, positions: list[int]) -> Any:
 def _predictions(
     subject: Subject, output: Tensor, index: Tensor | None, target: Any, ids: Tensor | None
 ) -> tuple[str, list[LikelyClass], list[Any], int]:
-    """Return the target in words, predictions, a target for each, and the explained one's index."""
+    """Return the target in words, predictions, their targets, and the explained one's index."""
     if index is None:
         return f"the model's output, {float(output.flatten()[0]):.4g}", [], [target], 0
     *place, chosen = index[0].tolist()

@@ -29,7 +29,7 @@ from .page import short
 #: Titles of the token-to-token maps, by value of the option ``matrices``.
 MAPS = {"attention": "Implicit attention", "contributions": "LATIM contributions"}
 
-#: Cells along the side of an overview.
+#: The number of cells along each side of a map's overview.
 _OVERVIEW = 128
 #: The smallest number of entries per row in a map.
 _FEWEST = 8

@@ -97,7 +97,7 @@ def filled(skeleton: str, parts: Mapping[str, str]) -> str:
 
 
 def framed(page: str, title: str, height: int) -> str:
-    """Return a page as an iframe, which isolates its styles and script from a notebook's."""
+    """Return a page as an iframe, which separates the page's styles and script from a notebook."""
     return (
         f'<iframe srcdoc="{html.escape(page, quote=True)}" sandbox="allow-scripts" '
         f'title="{html.escape(title, quote=True)}" '

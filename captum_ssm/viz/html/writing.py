@@ -174,7 +174,7 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5) -> str:
-    """Return a line with a method's most relevant words, and a line for each role's first word."""
+    """Return text lines: a method's most relevant words, each role's best word, and the sum."""
 
     def first(scores: Tensor, count: int) -> str:
         names, sums = list(facts["tokens"]), scores.clone()
