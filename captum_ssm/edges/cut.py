@@ -167,7 +167,7 @@ class CutCall:
 
     @functools.cached_property
     def _tokens(self) -> tuple[tuple[int, int], Tensor | None]:
-        """Return the input's (B, L), and mixer tokens' input positions (None: the same tokens)."""
+        """Return the input's (B, L), and mixer tokens' positions in the input, or None if equal."""
         if self.linear.map is not None:
             shape = self.linear.operator.shape
             return (shape.batch, shape.tokens), None

@@ -59,7 +59,7 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayerEffects:
-    """The effects of one layer's edges.
+    """Estimated effects of cutting one layer's edges.
 
     Attributes:
         mixer: the mixer.

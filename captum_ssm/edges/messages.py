@@ -61,7 +61,7 @@ def carried(
         pairs: the (target, source) pairs; if the share includes constants, sources are ignored.
         share: the selected components and heads of each message.
         layer: the mixer's name, for error messages.
-        values: replacements of the mixer's values; constants are then left out. Default: None, the
+        values: replacements of the mixer's values; constants are then omitted. Default: None, the
             mixer's values.
     """
     of_mixer = values is None

@@ -148,7 +148,7 @@ class Edges:
         return [*found, *own]
 
     def chosen(self, mixers: Sequence[Mixer]) -> list[Mixer]:
-        """Return the mixers that ``layers`` selects; for a kind, all, as only a run finds kinds."""
+        """Return the mixers that ``layers`` selects; all for a kind, which is checked in a run."""
         layers = self.layers
         if layers is None or layers in KINDS:
             return list(mixers)

@@ -140,7 +140,7 @@ class Pages:
         return None
 
     def page(self, again: bool = False) -> Iterator[DatasetExample]:
-        """Yield the next examples up to the end of the dataset; with ``again``, repeat a page."""
+        """Yield the next examples until the dataset ends; ``again`` starts with the last page."""
         if again:
             self._ahead.extendleft(reversed(self._page))
         self._page, self.ended = [], False

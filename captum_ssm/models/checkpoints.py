@@ -196,7 +196,7 @@ def shape_of(weights: Weights, key: str, dims: int) -> torch.Size:
 
 
 def layers_of(weights: Weights, prefix: str) -> int:
-    """Return the number of layers: 1 plus the largest number that follows the prefix in names."""
+    """Return the number of layers: 1 plus the largest index that follows the prefix in names."""
     numbers = [key.removeprefix(prefix).split(".")[0] for key in weights if key.startswith(prefix)]
     return 1 + max((int(n) for n in numbers if n.isdigit()), default=0)
 

@@ -154,9 +154,9 @@ class WordRow(NamedTuple):
     """The labels and positions of the words below the arcs of one row.
 
     Attributes:
-        middles: the middle of each shown token.
+        middles: the horizontal center of each shown token.
         halves: half the width above each shown token in which its arcs end.
-        ticks: the middles of all labels, including labels for words that are left out.
+        ticks: the horizontal centers of all labels, including labels for omitted words.
         labels: the labels.
         turned: whether the labels are rotated.
         length: the row's width in character cells.

@@ -126,12 +126,12 @@ def load_striped_hyena(path: str | Path, **options: Any) -> StripedHyena:
 
 
 def _under(prefix: str, weights: Weights) -> Weights:
-    """Rename the weights of a backbone without a head to the names in a whole model."""
+    """Add a prefix to names that start with ``backbone.``, as in a model with a head."""
     return {prefix + key if key.startswith("backbone.") else key: w for key, w in weights.items()}
 
 
 def _plain_hyena(key: str) -> str:
-    """Return the Hugging Face hub's name of a weight of the first release."""
+    """Convert a weight's name in the first release to the name on the Hugging Face hub."""
     key = key.removeprefix("model.")
     return key.replace(".mixer.layer.", ".mixer.").replace(".mlp.layer.", ".mlp.")
 

@@ -35,7 +35,7 @@ _OVERVIEW = 128
 _FEWEST = 8
 #: Bytes of an entry that is kept: its column and its value.
 _ENTRY = 3
-#: Columns are counted in 16 bits.
+#: The largest number of a map's tokens, because column indices are stored in 16 bits.
 _MOST_TOKENS = 2**16
 _STEPS = 127
 #: The number of matrix elements that are in memory at a time (1 GiB in float32).
