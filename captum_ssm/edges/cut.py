@@ -232,7 +232,7 @@ class CutCall:
         return carried(linear, pairs, kind.share, self.mixer.name, values)
 
     def _lost_with_selection(self, kind: Kind, pairs: Sequence[Pairs]) -> Tensor:
-        """Return the targets' decrease (B, L, H, P) without the sources in the mixer's input.
+        """Return the targets' decrease (B, L, H, P) if the sources in the mixer's input change.
 
         The mixer's linear form and coefficients are computed again for each set of sources.
         """

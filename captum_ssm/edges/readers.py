@@ -45,7 +45,7 @@ class NormReader(NamedTuple):
         stream: the norm's input, centered in LayerNorm: c(x), (B, L, E).
         scale: the factor of the normalization: s(x), (B, L, 1).
         toward: the target's gradient at the norm's output, times the norm's weight: A'g, (B, L, E).
-        explained: each token's gradient times its output: <g, N(x) - constant>, (B, L).
+        explained: the gradient times the norm's output: <g, N(x) - constant>, (B, L).
         eps: the constant added to the mean square.
         centered: whether the mean is subtracted.
     """
@@ -89,7 +89,7 @@ class NormReader(NamedTuple):
 
 
 class Readers:
-    """Computes effects of one layer's messages on the norms that read the layer's output."""
+    """Computes effects of one layer's messages through the norms that read the layer's output."""
 
     def __init__(self, layer: Layer, norms: Sequence[NormReader]) -> None:
         self._messages = Contributions(layer)
