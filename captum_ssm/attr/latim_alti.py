@@ -28,7 +28,7 @@ class LatimALTI(LatimMethod, ImplicitMethod):
 
     T_i(x_j) is the part of a mixer's output at token i that is due to token j; y_i is the sum over
     j (LATIM, eqs. 6 and 16-25; Ferrando et al. 2022 for transformers). Rows sum to 1. Parallel
-    mixers of one block have one map together. :meth:`maps` returns the maps, and :meth:`attribute`
+    mixers of one block have one joint map. :meth:`maps` returns the maps, and :meth:`attribute`
     the query's row of the product, or of the mean, of all maps.
 
     Args:
@@ -170,7 +170,7 @@ class LatimALTI(LatimMethod, ImplicitMethod):
         return self._of_layers(inputs, layers, additional_forward_args, chosen, make, stages)
 
     def _mixing(self, stage: Sequence[Layer], run: Run, verify: bool | float) -> AltiShares:
-        """Verify the parallel layers of a stage, and return their common mixing matrix."""
+        """Verify parallel layers, and return the mixing matrix of the sum of their outputs."""
         for layer in stage:
             verify_layer(layer, verify)
         return AltiShares(

@@ -216,7 +216,7 @@ class LatimLogit(LatimMethod, LinearMethod):
         chosen: _Options,
         by_layer: bool = False,
     ) -> tuple[Run, list[LogitContributions]]:
-        """Run the model once; return the run, and the contributions to each target's number."""
+        """Run the model once; return the run, and the contributions to the value of each target."""
         request = replace(request, direct=True, verify=chosen.verify is not False)
         kept = kept_positions(request.forward_func, request.inputs, request.additional, questions)
         run = traced(replace(request, kept=kept))
@@ -237,7 +237,7 @@ class LatimLogit(LatimMethod, LinearMethod):
 
 
 def _question(run: Run, asked: Against) -> Question:
-    """Return a target with the number to explain (B,), whose graph has only direct paths."""
+    """Return a target with the value to explain (B,), whose graph has only direct paths."""
     kept = run.request.kept
     whole = run.output if kept is None else kept.whole(run.output)
     require_real_target(target_index(asked.target, whole), whole, run.mask)
@@ -249,7 +249,7 @@ def _question(run: Run, asked: Against) -> Question:
 
 
 def _require_sums(found: Sequence[LogitContributions], run: Run) -> None:
-    """Raise unless contributions sum to each explained number."""
+    """Raise unless the contributions for each target sum to the explained value."""
     if not {layer.output.dtype for layer in run.layers} <= {torch.float32, torch.float64}:
         return  # large terms that cancel may have rounding errors above the tolerance
     for parts, question in zip(found, run.questions, strict=True):

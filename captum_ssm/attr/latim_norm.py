@@ -155,7 +155,7 @@ class LatimNorm(LatimMethod, ImplicitMethod):
 
     @underflow_flushed()
     def _map(self, layer: Layer, parts: Contributions, index: Tensor) -> Tensor:
-        """Return the norms (B, Q, L) of the vectors of queries ``index`` (B, Q)."""
+        """Return the norms (B, Q, L) of contribution vectors to queries ``index`` (B, Q)."""
         out = parts.weight.new_zeros(*index.shape, parts.shape.tokens)
         for tile in tiles([parts], index):
             norms = torch.linalg.vector_norm(tile.vectors, self.p, dim=-1)

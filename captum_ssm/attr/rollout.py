@@ -139,7 +139,7 @@ class ImplicitAttentionRollout(ImplicitMethod):
 
 
 def _drop_smallest(matrix: Tensor, ratio: float) -> Tensor:
-    """Set the fraction ``ratio`` of each example's nonzero entries, the smallest ones, to 0."""
+    """Set each example's smallest nonzero entries to 0: a fraction ``ratio`` of them."""
     flat = matrix.flatten(1)
     present = flat != 0
     order = flat.masked_fill(~present, torch.inf).argsort(-1)

@@ -257,7 +257,7 @@ class SparseAutoencoder(nn.Module):
         return made.to(dtype).eval()
 
 
-#: For each architecture, the names of the parameters with one number per feature.
+#: For each architecture, the names of the parameters with one scalar per feature.
 _BIASES = {
     "standard": ("b_enc",),
     "topk": ("b_enc",),

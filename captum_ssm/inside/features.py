@@ -34,7 +34,7 @@ class Feature:
         position: the token's position; negative ones count from the end. Default: None, all tokens.
         encode: the vector (E,) whose product with the activation is the feature's value. Default:
             None, the least-squares solution with the other features of the layer and token.
-        label: the displayed name. Default: ``""``, the feature's number.
+        label: the displayed name. Default: ``""``, the feature's index.
 
     Example:
         >>> from captum_ssm.inside import Feature
@@ -56,7 +56,7 @@ class Readings:
     Attributes:
         site: the layer's output in the model.
         positions: the position of each feature's token (n,).
-        indices: the number of each feature; None for a whole activation.
+        indices: the index of each feature; None for a whole activation.
         labels: the displayed name of each feature.
         activations: each feature's value (n,); a whole activation's contribution to the target.
         directions: the vector that one unit of each feature adds to the activation (n, W); for a
@@ -224,7 +224,7 @@ def named_directions(site: Site, met: SiteActivation, features: Sequence[Feature
 
 
 def _positions(feature: Feature, length: int) -> Iterator[int]:
-    """Yield the positions of a feature's tokens as numbers from 0 on."""
+    """Yield the positions of a feature's tokens as nonnegative indices."""
     if feature.position is None:
         yield from range(length)
         return

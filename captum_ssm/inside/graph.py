@@ -30,7 +30,7 @@ class Node:
         layer: the name of the node's layer; empty for tokens, constants and the target.
         depth: 0 for tokens; 1, 2, ... for layers in the order of the run; one more for the target.
         position: the position of the token; None for constants, and for a target without a token.
-        index: the number of the feature, head, class, or token in the vocabulary. Default: None.
+        index: the index of the feature, head, class, or token in the vocabulary. Default: None.
         activation: a feature's value, a whole activation's contribution to the target, or an
             error's norm.
         influence: the share of the target that passes through the node, 0 to 1.

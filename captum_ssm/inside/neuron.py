@@ -240,7 +240,7 @@ class NeuronMambaLRP(NeuronLatimFlow):
 
 
 def _chosen(selector: Any, tensors: Sequence[Tensor], layer: str) -> Tensor:
-    """Return the number that a selector selects from each example's activation, (B,)."""
+    """Return the value that ``selector`` selects from each example's activation, (B,)."""
     shapes = [tuple(x.shape) for x in tensors]
     of = f"of layer {layer!r}, whose activation is {shapes[0] if len(shapes) == 1 else shapes}"
     if callable(selector):
@@ -283,7 +283,7 @@ def _selects(entry: int | slice | None, size: int) -> bool:
 
 
 def _check(number: Tensor, tensors: Sequence[Tensor], mask: Tensor | None, layer: str) -> None:
-    """Raise if a selected number (B,) cannot be explained, or depends on padded tokens."""
+    """Raise if a selected value (B,) cannot be explained, or depends on padded tokens."""
     if not bool(number.detach().isfinite().all()):
         raise NonFiniteError(
             f"neuron_selector selects {number.detach().tolist()} in layer {layer!r}, which is not "

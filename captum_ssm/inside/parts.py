@@ -73,7 +73,7 @@ class Parts:
     ) -> Graph:
         """Return the graph of the nodes that pruning keeps.
 
-        Each layer has one error node per token, without incoming edges.
+        Each layer has one error node, without incoming edges, per token whose error is not 0.
 
         Args:
             tokens: a text for each token that the user passed, or None.
@@ -130,9 +130,9 @@ class Parts:
         return graph if keep is None else with_strongest_edges(graph)
 
     def _read_nodes(self) -> dict[Site, Tensor]:
-        """Fill ``readings``; return each node's contribution to the target over all paths, (n,).
+        """Set ``readings``; return each node's contribution to the target over all paths, (n,).
 
-        Layers are handled from last to first, as paths go through the nodes of later layers.
+        The loop is from the last layer, because paths go through the nodes of later layers.
         """
         leaves = [self.met[site].leaf for site in self.sites]
         gradients, _ = account(self.network.mode, self.number, self.constant, leaves)  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ class Parts:
     def _numbers(self) -> Iterator[tuple[Tensor, Tensor | None, float]]:
         """Yield (number, constant, activation) for each node with incoming edges.
 
-        The activation is number + constant. The number (1,) is linear in the layer's activation.
+        The node's activation is number + constant; ``number`` (1,) is linear in the layer's output.
         """
         for site in self.sites:
             found, rows = self.readings[site], self.met[site].value[0].flatten(1)
@@ -192,7 +192,7 @@ class Parts:
         yield self.number, self.constant, float(self.number.detach())
 
     def _row(self, number: Tensor, constant: Tensor | None, activation: float) -> Tensor:
-        """Return all nodes' contributions to a number; raise unless they sum to the activation."""
+        """Return all nodes' contributions to one node; raise unless they sum to ``activation``."""
         roots, leaves = self.network.roots, [self.met[site].leaf for site in self.sites]
         if not number.requires_grad:  # no node is in an earlier layer
             number = number + 0 * roots[0].sum()

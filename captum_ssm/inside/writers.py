@@ -123,7 +123,7 @@ def _listed(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
-    """Return the nodes as dicts with the names, numbers and ids that the viewer expects."""
+    """Return the nodes as dicts with the names, indices and ids that the viewer expects."""
     probability = graph.scores.get("probability")
     nodes = []
     for node, influence in zip(graph.nodes, _cumulative_shares(graph), strict=True):
@@ -170,7 +170,7 @@ def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
 
 
 def _pair(x: int, y: int) -> int:
-    """Combine two numbers into one with Cantor's pairing function, which the viewer inverts."""
+    """Combine two integers into one with Cantor's pairing function, which the viewer inverts."""
     return (x + y) * (x + y + 1) // 2 + y
 
 

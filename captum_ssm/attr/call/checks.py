@@ -85,7 +85,7 @@ def integers(name: str, value: Any, meant: str) -> tuple[int, ...]:
 
 
 def no_repeats(name: str, numbers: Iterable[int]) -> None:
-    """Raise if a number occurs twice in the option ``name``."""
+    """Raise if the option ``name`` contains an integer twice."""
     seen = set[int]()
     for number in numbers:
         if number in seen:
@@ -180,7 +180,7 @@ def reduction(reduce: Any) -> Reduce:
 
 
 def _no_reduction(reduce: Any, what: str) -> OptionError:
-    """Return the error for a custom reduction that failed; ``what`` is the failure."""
+    """Return the error for a custom ``reduce`` function that failed; ``what`` says how."""
     return OptionError(
         f"reduce={reduce!r} {what}. Pass a function that reduces the last dimension, such as "
         "reduce=lambda channels: channels.mean(-1)."

@@ -73,7 +73,7 @@ def mean_over(model: Callable[..., Any], mask: Any = None) -> Callable[..., Tens
 
 
 def _checked(mask: Any) -> Tensor:
-    """Check that the mask is boolean and has a True; return it as a tensor."""
+    """Check that the mask is boolean and selects a pixel; return the mask as a tensor."""
     found = torch.as_tensor(mask)
     if found.dtype != torch.bool or not bool(found.any()):
         what = f"a tensor of {found.dtype}" if found.dtype != torch.bool else "no True"
@@ -84,7 +84,7 @@ def _checked(mask: Any) -> Tensor:
 
 
 def _of_class(logits: Tensor) -> Tensor:
-    """Return 1 for the pixels at which a class has the largest logit, else 0, (B, K, H, W)."""
+    """Return (B, K, H, W): 1 at pixels where a class has the largest logit, else 0."""
     largest = F.one_hot(logits.detach().argmax(1), logits.shape[1])
     return largest.movedim(-1, 1).to(logits.dtype)
 

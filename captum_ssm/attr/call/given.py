@@ -116,7 +116,7 @@ class Reader:
         self._forward_func, self._model = forward_func, model
 
     def read(self, arguments: dict[str, Any], beside: dict[str, Any]) -> None:
-        """Convert a call's ``arguments`` in place; ``beside`` has tensors like attention_mask."""
+        """Convert a call's ``arguments`` in place; add ``beside``, such as an attention_mask."""
         inputs = unpadded(arguments["inputs"])
         if isinstance(inputs, Mapping):
             key = next((key for key in KEYS if key in inputs), None)
@@ -192,7 +192,7 @@ def classes_of(model: nn.Module) -> dict[str, int]:
 
 
 class _TextTarget(tuple[int, int]):
-    """A target (position, token id) that the user passed as a text, without a position."""
+    """A target (-1, token id), made from a text that the user passed without a position."""
 
 
 def is_text(text: Any) -> bool:

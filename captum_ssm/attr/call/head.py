@@ -1,4 +1,4 @@
-"""Language-model logits at only the positions of the targets, to save memory."""
+"""Compute language-model logits only at the positions of the targets, to save memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .targets import CONTRASTS, Against, SumTarget, second_index, target_index
 
 #: The argument of transformers language models for the positions at which the head runs.
 _ARGUMENT = "logits_to_keep"
-#: A number above all vocabulary sizes, used while the size is not known.
+#: A vocabulary size above all real ones, used before the model's vocabulary size is known.
 _ANY_VOCABULARY = 2**31
 
 
@@ -41,11 +41,11 @@ class Kept:
         return {_ARGUMENT: count if are_last else torch.tensor(self.positions)}
 
     def fit(self, output: Tensor) -> bool:
-        """Return True if the output (B, K, V) has one row for each of these positions."""
+        """Return True if the output (B, K, V) has logits for exactly this number of positions."""
         return output.dim() == 3 and output.shape[1] == len(self.positions)
 
     def whole(self, output: Tensor) -> Tensor:
-        """Return zeros in the shape (B, L, V) of all logits, expanded from one number in memory."""
+        """Return zeros (B, L, V), the shape of all logits, in the memory of a single scalar."""
         return output.new_zeros(()).expand(len(output), self.tokens, output.shape[-1])
 
     def among(self, output: Tensor, target: Any, contrast: Any) -> tuple[Any, Any]:
@@ -61,7 +61,7 @@ class Kept:
         return self._found(target, target_index(target, whole)), contrast
 
     def _found(self, target: Any, index: Tensor | None) -> Any:
-        """Convert a target or a contrast for :meth:`among`; ``index`` has the target's indices."""
+        """Convert positions in one target or contrast with indices ``index``; see :meth:`among`."""
         if index is None:
             return None
         if isinstance(target, SumTarget):
@@ -77,10 +77,10 @@ def kept_positions(
     questions: Iterable[Against],
     read: Sequence[nn.Module] = (),
 ) -> Kept | None:
-    """Return the positions at which the head is needed; None if it must run at all positions.
+    """Return the positions at which the head must run; None if the head must run at all positions.
 
     A head with a vocabulary of 50,000 takes as much memory as many layers.  Transformers language
-    models have an argument for the positions of the head, which changes nothing else.
+    models have an argument for these positions, which does not change the logits at them.
 
     Args:
         forward_func: the function that runs the model.

@@ -1,4 +1,4 @@
-"""Conversion of relevance from one number per token to the shape of the user's input."""
+"""Convert relevance per token (B, L) to the shape of the user's input."""
 
 from __future__ import annotations
 
@@ -208,10 +208,10 @@ class TokenLayout:
         token_map: TokenMap | None,
         run: Callable[[Tensor], Any],
     ) -> list[Tensor]:
-        """Convert rows of relevance from the first layer's tokens to the shape of the input.
+        """Convert relevance of the first layer's tokens, for each target, to the input's shape.
 
         Args:
-            rows: rows of relevance (B, L).
+            rows: one relevance tensor (B, L) per target.
             mask: True for unpadded tokens (B, L), or None.
             given: index in the input of each token (B, L), or -1; None for 0 .. L - 1.
             token_map: the 2-D map of tokens, if the first mixer acts on windows of a map, or None.

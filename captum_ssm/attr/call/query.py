@@ -120,7 +120,7 @@ def asked_tokens(
 ) -> range | None:
     """Return a range that includes all query tokens; None if they are not known in advance.
 
-    The function reads no results of the run and no tensors on a GPU. So it returns None for a class
+    To avoid a GPU synchronization, only ``query`` is used.  So the result is None for a class
     token, for the last token before padding, and for positions on a GPU.
     """
     if query == "mean":

@@ -17,7 +17,7 @@ _ENTRIES = 16
 
 
 def is_missing(output: Tensor) -> TargetError:
-    """Return the error for target=None, if the model returns several numbers per example."""
+    """Return the error for target=None, if the model returns several values per example."""
     return TargetError(
         f"target=None, but the model returns {tuple(output.shape[1:])} numbers per example. "
         f"{_form(output)}"

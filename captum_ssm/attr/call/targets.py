@@ -1,4 +1,4 @@
-"""Targets in Captum's forms, and contrasts: check them, and select one number per example."""
+"""Check targets and contrasts in Captum's forms, and select one output value per example."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class SumTarget:
 
 
 def _listed(name: str, values: Any) -> Tensor:
-    """Check integers (n,) or (B, n), and return them as (B, n)."""
+    """Check a :class:`SumTarget`'s positions or tokens (n,) or (B, n); return them as (B, n)."""
     error = TargetError(
         f"SumTarget has {name}={values!r}. Pass a list or tensor of integers, (n,) or (B, n)."
     )
@@ -133,7 +133,7 @@ def as_asked(results: Sequence[Tensor], target: Any) -> Tensor:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Return the tensor that targets refer to: the output, or a part such as ``logits``."""
+    """Return the tensor that targets refer to: the output, or its ``logits``, for example."""
     if isinstance(output, Tensor):
         return output
     logits = getattr(output, "logits", None)
@@ -154,7 +154,7 @@ def logits_of(output: Any) -> Tensor:
 def target_index(target: Any, output: Tensor) -> Tensor | None:
     """Convert a target to indices (B, D) on the CPU, or (B, n, 2) for a :class:`SumTarget`.
 
-    D is the number of the output's dimensions after the batch. The result is None for None.
+    D is the number of the output's dimensions after the batch. For target=None the result is None.
     """
     if target is None:
         return None
@@ -215,7 +215,7 @@ def require_real_target(index: Tensor | None, output: Tensor, mask: Tensor | Non
 
 
 def select(output: Tensor, index: Tensor | None) -> Tensor:
-    """Select one number per example (B,) of the output, at the indices of a target."""
+    """Return the output's value at a target's indices, one per example (B,)."""
     if index is not None:
         example = torch.arange(output.shape[0], device=output.device)
         return output[(example, *index.unbind(-1))]
@@ -260,7 +260,7 @@ CONTRASTS = ("mean", "others", "all", "runner-up")
 def contrasted(
     output: Tensor, target: Any, contrast: Any = None, kept: Kept | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the number to explain (B,), linear in the output, and its constant summand or None.
+    """Return the value to explain (B,), linear in the output, and a constant part of it or None.
 
     Args:
         output: the model's output, (B, ..., V).
@@ -272,7 +272,7 @@ def contrasted(
 
     Raises:
         TargetError, OptionError: if the target or the contrast does not fit the output.
-        NonFiniteError: if the number is NaN or infinite, such as after an overflow.
+        NonFiniteError: if the value is NaN or infinite, such as after an overflow.
     """
     asked = (target, contrast) if kept is None else kept.among(output, target, contrast)
     number, constant = _contrasted(output, *asked)
@@ -288,7 +288,7 @@ def contrasted(
 
 
 def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Tensor | None]:
-    """Return the number and constant of :func:`contrasted`, which may be NaN or infinite."""
+    """Compute :func:`contrasted` without the check for values that are NaN or infinite."""
     index = target_index(target, output)
     if contrast is not None and not isinstance(contrast, str):
         second = second_index(contrast, output)
@@ -320,9 +320,9 @@ def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Ten
 def _against(
     entries: Tensor, tokens: Tensor, chosen: Tensor, contrast: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Subtract the contrast from the ``chosen`` entries (B, n); return numbers, and constants.
+    """Subtract the contrast from ``chosen`` logits (B, n); return differences and constants.
 
-    ``tokens`` (B, n, 1) has the index of each chosen entry among all ``entries`` (B, n, V).
+    ``tokens`` (B, n, 1) has the index of each chosen logit among all logits ``entries`` (B, n, V).
     """
     if contrast == "mean":
         return chosen - entries.mean(-1), None
@@ -337,7 +337,7 @@ def _against(
 
 
 def _summed(output: Tensor, target: Any, index: Tensor | None) -> Tensor:
-    """Return the target's number per example (B,); for a :class:`SumTarget` the weighted sum."""
+    """Return the target's value per example (B,); for a :class:`SumTarget` the weighted sum."""
     if not isinstance(target, SumTarget):
         return select(output, index)
     assert index is not None

@@ -1,4 +1,4 @@
-"""Comparison of the explained number with a plain run of forward_func.
+"""Comparison of the explained output value with a plain run of forward_func.
 
 An explained run keeps no cache, uses eager attention, and checks each mixer against its operator.
 The model's output does not change, but a custom forward_func may depend on these settings.
@@ -20,25 +20,25 @@ from ...operators.kernels.truths import at_most
 from ..call.targets import Against, contrasted
 from .run import Request, Run
 
-#: The accepted error of a number, relative to the largest output: ``_TIMES`` times the sum of the
-#: tolerances of all operators, and never more than ``_MOST``.
+#: The accepted error of an explained value, relative to the largest output: ``_TIMES`` times the
+#: sum of the tolerances of all operators, and never more than ``_MOST``.
 _TIMES, _MOST = 16, 0.25
 
 
 @dataclass(frozen=True, eq=False)
 class Alone:
-    """A plain run of forward_func without hooks, to compare explained numbers with.
+    """A plain run of forward_func without hooks, to compare explained output values with.
 
     Attributes:
         request: the arguments of the run.
-        limit: the largest accepted error of a number, relative to the largest output.
+        limit: the largest accepted error of an explained value, relative to the largest output.
     """
 
     request: Request
     limit: float
 
     def require(self, explained: Sequence[tuple[Against, Tensor]]) -> None:
-        """Raise unless each explained number (B,) equals the number that forward_func returns."""
+        """Raise unless each explained value (B,) equals the value that forward_func returns."""
         output = self.request.output_alone
         size = output.detach().abs().nan_to_num(0, 0, 0).reshape(len(output), -1).amax(1)
         for question, number in explained:
@@ -59,7 +59,7 @@ class Alone:
 
 
 def alone(request: Request, calls: Mapping[Any, int], granted: float) -> Alone | None:
-    """Return the plain run to compare with, or None if forward_func only calls the model once.
+    """Return the plain run to compare with; None if forward_func is the model and runs mixers once.
 
     Args:
         request: the arguments of the run.
@@ -74,12 +74,12 @@ def alone(request: Request, calls: Mapping[Any, int], granted: float) -> Alone |
 def require_alone(
     run: Run, verify: bool | float, explained: Sequence[tuple[Against, Tensor]]
 ) -> None:
-    """Raise unless the explained numbers of a traced run equal those of a plain run.
+    """Raise unless a traced run and a plain run compute the same explained values.
 
     Args:
         run: the traced run.
         verify: the ``verify`` option of ``attribute``. False skips the comparison.
-        explained: pairs of a target with its contrast, and the explained number (B,).
+        explained: pairs of a target with its contrast, and the explained value (B,).
     """
     if verify is False:
         return

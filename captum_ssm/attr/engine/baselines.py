@@ -49,7 +49,7 @@ def baselines_of_others(network: Network, baselines: Sequence[Baseline]) -> list
 
 
 def baselines_of(network: Network, baselines: Baselines) -> list[Tensor]:
-    """Return one baseline per root (a tensor where the linear network begins); empty for 0."""
+    """Return a baseline per root, a tensor where the linear network begins; no baseline means 0."""
     roots = [x.detach() for x in network.roots]
     if baselines is None:
         return []

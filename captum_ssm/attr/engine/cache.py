@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...operators.heads import DenseHeads
 
-#: The number of matrix rows checked at a time.
+#: The number of rows of an attention matrix that :func:`is_causal` checks at a time.
 _ROWS = 256
 
 
@@ -37,7 +37,7 @@ class Cache(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The number of stored values per token and value channel, 1."""
+        """The number of stored values per token and value channel, which is 1 for a cache."""
         return 1
 
     def states(self, tokens: Sequence[int]) -> Tensor:
@@ -60,7 +60,7 @@ class Cache(NamedTuple):
         return gone * self._sizes()[..., source, None]
 
     def without(self, source: int, token: int) -> Tensor:
-        """Return, for each token, the source's norm if the token had not erased it, (B, H, L)."""
+        """Return the source value's norm (B, H, L) if a token did not erase it, for each token."""
         return self.sizes(token)[..., source, None] + self.erased(source, token)
 
     def half_lives(self) -> Tensor:

@@ -25,7 +25,7 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2, tor
 
 @dataclass(frozen=True, eq=False)
 class Decomposition(NamedTokens):
-    """Contributions of inputs and constants to one number of the model's output.
+    """Contributions of inputs and constants to one scalar of the model's output.
 
     ``inputs``, ``virtual``, ``by_others`` and ``biases`` sum to ``output``; :attr:`delta` is the
     rounding error.
@@ -40,7 +40,7 @@ class Decomposition(NamedTokens):
         mixers: one tensor of the same shape per mixer, the relevance of tokens in its output.
         biases: contributions of biases and other constants (B,), by the name of the module that
             adds them. The key ``"cache"`` has the contribution of a cache passed to the call.
-        output: the explained number (B,).
+        output: the explained value (B,).
         virtual: contribution (B,) of tokens that the model inserts, such as a class token;
             ``streams`` and ``mixers`` include it. If a layer is explained, the contribution of all
             paths that bypass this layer.
@@ -213,7 +213,7 @@ def decompose(
 def _of_step(
     step: Step, gradients: Sequence[Tensor | None], features: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the relevance of a mixer's residual stream (None without one) and of its output.
+    """Return the relevance of a mixer's residual stream (None without one), and of its output.
 
     Shapes are (B, L), or (B, L, E) by feature. ``gradients`` has one gradient per tensor entering
     the block, and the gradient at the mixer's output last.
@@ -237,7 +237,7 @@ def _as_sequence(x: Tensor, like: Tensor) -> Tensor:
 def _example_by_example(
     mode: Linearizing, output: Tensor, constant: Tensor | None, starts: Sequence[Tensor]
 ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
-    """Run one backward pass per example; return all gradients at ``starts``, and the biases."""
+    """Run one backward pass per example; return gradients at ``starts``, and bias contributions."""
     passes = []
     for i in range(len(output)):
         summand = None if constant is None else constant[i : i + 1]
@@ -286,7 +286,7 @@ def _with_others(
 
 
 def changes(network: Network, baselines: Sequence[Tensor]) -> list[Tensor]:
-    """Return each start of the network minus the baseline; an empty ``baselines`` means 0."""
+    """Return each tensor where the network starts minus its baseline; no ``baselines`` means 0."""
     values = [x.detach() for x in network.roots]
     if not baselines:
         return values
@@ -294,7 +294,7 @@ def changes(network: Network, baselines: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _sizes(network: Network) -> tuple[int, ...]:
-    """Return :attr:`Decomposition.sizes`, the number of features of each concatenated root."""
+    """Return :attr:`Decomposition.sizes`, the sizes of the tensors concatenated in ``inputs``."""
     if network.begins is not None:
         return network.met(network.begins).sizes
     roots = network.roots
@@ -309,7 +309,7 @@ def _concatenated(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _on_input_tokens(parts: Sequence[Tensor], network: Network) -> Tensor:
-    """Move relevance from the starts of the network to the model's input tokens, (B, L, ...)."""
+    """Move relevance from the tensors where the network starts to input tokens, (B, L, ...)."""
     mode = network.mode
     if network.begins is not None:
         return _concatenated(parts)
@@ -391,9 +391,10 @@ def account(
 
 
 def _per_example(x: Tensor, batch: int) -> Tensor:
-    """Sum over all dimensions but the first, which has size B, or B L for tokens; return (B,).
+    """Sum ``x`` over all dimensions but the first, of size B, or B L for tokens; return (B,).
 
-    For other sizes (tokens of an expert), all examples get equal parts; :func:`exact` finds this.
+    For a different size, such as an expert's tokens, each example gets the mean over examples. If
+    the mean is wrong for an example, :func:`exact` returns False.
     """
     if x.dim() and len(x) % batch == 0:
         return x.reshape(batch, -1).sum(1)

@@ -79,7 +79,7 @@ def each_factor(
 
 
 def _terms(layer: Layer, operator: Operator) -> list[Term]:
-    """Return the terms of an operator, one per recurrence; raise if it has no separate states."""
+    """Return the terms of an operator, one per recurrence; raise if states cannot be separated."""
     terms = terms_of(operator)
     if terms is None:
         raise OptionError(

@@ -1,4 +1,4 @@
-"""Multiply a row of relevance by the matrices of all layers, from the last layer to the first."""
+"""Multiply relevance (B, L) by the matrices of all layers, from the last layer to the first."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Options:
     verify: bool | float
 
     def operator(self, layer: Layer) -> Operator:
-        """Verify the layer's operator; restrict it to the chosen components and heads."""
+        """Return the layer's verified operator, with only the chosen components and heads."""
         verify_layer(layer, self.verify)
         operator = layer.linear.restrict(self.components).operator.per_channel()
         if self.heads is None:
@@ -68,7 +68,7 @@ class Options:
 
 @dataclass(frozen=True)
 class LayerMatrix:
-    """The matrix M (B, L, L) of a layer as functions; relevance is multiplied by I + M.
+    """The matrix M (B, L, L) of a layer as functions, so that M need not be kept in memory.
 
     Attributes:
         rmatvec: function from a row (B, L) to the row times M.
@@ -82,10 +82,10 @@ class LayerMatrix:
     normalized: Callable[[Tensor], Tensor] | None = None
 
     def carried(self, row: Tensor, normalize_rows: bool, has_stream: bool = True) -> Tensor:
-        """Return row (B, L) times I + M.
+        """Return relevance ``row`` (B, L) times I + M.
 
         Args:
-            row: the row of relevance.
+            row: relevance of the layer's output tokens.
             normalize_rows: whether each row of I + M is divided by its sum.
             has_stream: whether the layer has a residual stream; if not, the identity I is left
                 out. Default: True.
@@ -102,7 +102,7 @@ MatrixMaker = Callable[[Layer, Operator], LayerMatrix]
 
 
 def formed(matrix: Tensor) -> LayerMatrix:
-    """Return a matrix (B, L, L) in memory as a :class:`LayerMatrix`."""
+    """Wrap a matrix (B, L, L) that is kept in memory as a :class:`LayerMatrix`."""
     return LayerMatrix(
         lambda row: torch.bmm(row.unsqueeze(1), matrix).squeeze(1),
         lambda column: matmul(matrix, column.unsqueeze(-1)).squeeze(-1),
@@ -123,12 +123,12 @@ def fold(
     options: Options,
     normalize_rows: bool = False,
 ) -> Tensor:
-    """Multiply ``row`` (B, L) by I + M of each layer, from the last layer to ``start_layer``.
+    """Multiply relevance ``row`` (B, L) by I + M of each layer, from the last to ``start_layer``.
 
     One layer is linearized at a time; an error names the layer after which the row is not finite.
-    Several mixers of one block are one stage, see :func:`stages`; :func:`carry` converts between
-    token counts. The result is a row over the tokens of the first layer, even if ``start_layer``
-    leaves this layer out.
+    Parallel mixers of a block have one matrix together, see :func:`stages`. If layers differ in
+    their token counts, :func:`carry` converts the relevance. The result is relevance of the first
+    layer's tokens, even if ``start_layer`` leaves this layer out.
     """
     at = layers[-1]
     with torch.no_grad():
@@ -144,9 +144,9 @@ def fold(
 
 
 def carry(row: Tensor, later: Layer, earlier: Layer) -> Tensor:
-    """Convert a row over the tokens of one layer (B, L) to the tokens of an earlier layer.
+    """Convert relevance (B, L) of one layer's tokens to the tokens of an earlier layer.
 
-    If the network merged tokens of a 2-D map between the layers, each merged token's relevance is
+    If the network merged tokens of a 2-D grid between the layers, each merged token's relevance is
     divided among its sources; see :meth:`captum_ssm.mixers.parts.token_map.Reduction.spread`.
     """
     if later is earlier or later.tokens == earlier.tokens:
@@ -185,7 +185,7 @@ def stages(layers: Sequence[Layer]) -> list[list[Layer]]:
 
 
 def _join(stage: Sequence[tuple[Layer, LayerMatrix]]) -> LayerMatrix:
-    """Combine a stage's matrices: M (I + F) if layer F feeds M, plus parallel matrices."""
+    """Add the matrices of parallel layers; if a layer F feeds a layer M, use M (I + F) for both."""
     *earlier, (_, mixing) = stage
     if not earlier:
         return mixing
@@ -214,7 +214,7 @@ def verify_layer(layer: Layer, verify: bool | float) -> None:
 
 
 def check_row(row: Tensor, layer: Layer) -> Tensor:
-    """Return the row; if it is not finite, raise an error that names the layer."""
+    """Return relevance ``row``; if NaN or infinite, raise an error that names the layer."""
     if not all_finite(row):
         raise NonFiniteError(
             f"Relevance is NaN or infinite after layer {layer.name!r}. The products of the layers "

@@ -1,4 +1,4 @@
-"""Base of the methods whose relevance sums to the output, with runs of the linear network."""
+"""Base of the methods whose relevance sums to the output; they run a linear network."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class LinearMethod(SSMAttribution):
         """Return output - attributions - biases (B,) for the user's ``attributions``.
 
         The result is the delta of ``found``, plus the sum of the relevance in ``explained`` minus
-        the sum of ``attributions``. Differences in further inputs are divided among examples.
+        the sum of ``attributions``. Differences in further inputs are divided equally.
         """
         first, others = several_inputs(attributions, "attributions")
         if 1 + len(others) != len(explained):
@@ -171,7 +171,7 @@ def _decompositions(
 
 
 def alone_of(request: Request, rules: Rules, network: Network, kept: Kept | None) -> Alone | None:
-    """Return the plain run to compare explained numbers with; None for no comparison."""
+    """Return the plain run to compare explained values with; None if no comparison is needed."""
     if rules.verify is False or not rules.constants or request.ends is not None:
         return None
     return alone(replace(request, kept=kept), network.calls, network.granted)
@@ -222,7 +222,7 @@ def in_turn(
 
 
 def answered(questions: Generator[Against, A, T], answer: Callable[[Against], A]) -> T:
-    """Answer each question that a generator yields; return the generator's return value."""
+    """Send a generator the answer to each question that it yields; return the generator's result."""
     latest: A | None = None
     while True:
         try:
@@ -243,7 +243,7 @@ def _each_decomposed(
     *,
     apart: bool = False,
 ) -> list[Decomposition]:
-    """Decompose the number of each target; ``output`` has logits at ``kept`` positions only."""
+    """Decompose the value of each target; ``output`` has logits only at ``kept`` positions."""
     numbers = numbers_of(network, output, kept, questions)
     one, *rest = one_each(baselines, 1 + len(network.mode.others))
     start, of_others = start_of(network, rules, one), baselines_of_others(network, rest)
@@ -254,7 +254,7 @@ def _each_decomposed(
 def numbers_of(
     network: Network, output: Tensor, kept: Kept | None, questions: Sequence[Against]
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Return the number to explain (B,) for each target, and its constant summand or None.
+    """Return for each target the value to explain (B,), and the value's constant summand or None.
 
     Raises:
         TargetError, OptionError, NonFiniteError: if a target or contrast does not fit the output.
@@ -271,9 +271,10 @@ def numbers_of(
 
 
 def start_of(network: Network, rules: Rules, baselines: Baselines) -> list[Tensor]:
-    """Return a baseline for each start of the network, by default the rule's; empty means 0.
+    """Return a baseline for each tensor where the network starts; an empty list means 0.
 
-    After a cache the default is 0 for every rule, because the few new tokens have no useful mean.
+    If ``baselines`` is None, the rule selects 0 or the mean over tokens. After a cache, None means
+    0 for every rule, because the few new tokens have no useful mean.
     """
     if baselines is None and rules.rule not in ("frozen", "half") and not network.has_past:
         baselines = "mean"
@@ -288,7 +289,7 @@ def coefficients(
     A mixer output's relevance is the output times this gradient.
 
     Returns:
-        For each target the number (B,), and one tensor (B, L, E) per mixer call, in order.
+        For each target the explained value (B,), and one tensor (B, L, E) per mixer call, in order.
     """
     rules = Rules(rule, constants=True, by_layer=True, verify=False)
     with _linear_run(request, rules) as (network, output):
@@ -322,7 +323,7 @@ def linear_run(
 
 @contextmanager
 def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tensor]]:
-    """Run the linear network; inside the ``with``, torch functions have their usual behavior."""
+    """Run the linear network, and yield it and its output; torch works as usual in the ``with``."""
     if not request.inputs.is_floating_point():  # ids are identified by their memory address
         ids = request.inputs.clone(memory_format=torch.contiguous_format)
         request = replace(request, inputs=ids)
@@ -352,7 +353,7 @@ def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tenso
 
 
 def _gradients(network: Network, number: Tensor, constant: Tensor | None) -> list[Tensor]:
-    """Return the gradients of a number (B,) at each mixer's output; check that sums are exact."""
+    """Return the gradients of a value (B,) at mixers' outputs; raise if sums are not exact."""
     mode, outputs = network.mode, [step.output for step in network.steps]
     # embeddings that are looked up later count as inputs, too
     roots = [] if mode.root is None else [mode.root, *(x.leaf for x in mode.again)]

@@ -71,7 +71,7 @@ class Memory(NamedTuple):
 
     @property
     def fades(self) -> bool:
-        """Return True if T is diagonal, so that each number of the state decays separately."""
+        """Return True if T is diagonal, so that each element of the state decays separately."""
         return self.erasure is None and self.feedback is None
 
     @property
@@ -112,7 +112,7 @@ class Memory(NamedTuple):
     def erased(self, source: int, token: int) -> Tensor:
         """Return the loss of the source's share at each token up to ``token``, (B, H, L).
 
-        If T is diagonal, the loss is summed over the key's numbers and divided among the tokens
+        If T is diagonal, the loss is summed over the key's elements and divided among the tokens
         in between, in proportion to the logarithms of their decays.  Otherwise the loss at a step
         is the decrease of the component along the original share, which may be negative.
         """
@@ -127,7 +127,8 @@ class Memory(NamedTuple):
     def without(self, source: int, token: int) -> Tensor:
         """Return the norm of the source's share if one token's step had not changed the state.
 
-        The result (B, H, L) has one entry per omitted token; others have the unchanged norm.
+        The result (B, H, L) has one entry per omitted token. Only steps after ``source`` up to
+        ``token`` change the norm.
         """
         first, last = self.step_of(source), self.step_of(token)
         if last < first:
@@ -165,7 +166,7 @@ class Memory(NamedTuple):
         return torch.einsum("bjhn,bjhp->bhnp", written, self.value[:, steps]).add_(faded)
 
     def _skip_by_decay(self, first: int, between: range) -> tuple[Tensor, Tensor]:
-        """Return the decayed key of step ``first``: without each of S steps, and with all steps."""
+        """Return the decayed key of step ``first``: with one of S steps left out, and with all."""
         logs = self.log_decay[:, between.start : between.stop]
         before = logs.cumsum(1).roll(1, 1)  # a difference of sums would cancel a reset
         before[:, :1] = 0
@@ -251,13 +252,13 @@ def _sums_after(logs: Tensor) -> Tensor:
 
 
 def alike(operator: Operator) -> list[range]:
-    """Split heads at the borders of direct sums; return one range of heads per operator."""
+    """Return ranges of heads, so that all heads of a range have the same operator."""
     cuts = {0, operator.shape.heads, *_seams(operator)}
     return [range(*ends) for ends in pairwise(sorted(cuts))]
 
 
 def _seams(operator: Operator) -> Iterator[int]:
-    """Yield the index of the head after each part of a direct sum (operators on separate heads)."""
+    """Yield the head index after each operator of a direct sum (operators on separate heads)."""
     first = 0
     for part in operator.parts if isinstance(operator, Composite) else ():
         yield from (first + seam for seam in _seams(part))

@@ -357,7 +357,7 @@ class ImplicitMethod(SSMAttribution):
         return (out,) if in_tuple else out
 
     def _questions(self, run: Run, targets: Sequence[Any], query: Query) -> list[Question]:
-        """Return one :class:`Question` per target, with the target's number and query weights."""
+        """Return one :class:`Question` per target, with the target's value and query weights."""
         tail, output, chain = run.layers[-1], run.output, run.chain
         questions = []
         for target in targets:

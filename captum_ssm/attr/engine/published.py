@@ -41,7 +41,7 @@ def fold(
     row_of: Callable[[Layer, Operator], Tensor],
     options: Options,
 ) -> Tensor:
-    """Return the query's row of the product of (I + 1 r^T) / (1 + sum r), with 0 at the query."""
+    """Return the query's row of the product over layers of (I + 1 r^T) / (1 + sum r), see above."""
     row: Tensor | None = None
     with torch.no_grad():
         for layer in shown(options.used(layers)[::-1]):
@@ -68,7 +68,7 @@ def check_tokens(layer: Layer, last: Layer) -> None:
 
 
 def rows(layer: Layer, operator: Operator, query: Tensor, options: Options) -> Tensor:
-    """Return the query's row in every channel, as the published scripts compute it, (B, C, L)."""
+    """Return the query's matrix row r (B, C, L) in every channel, as in the published scripts."""
     query = query.to(operator.device)
     forward, backward = _directions(layer, operator)
     terms = [forward] if backward is None else [forward, backward]
@@ -117,7 +117,7 @@ def _not_halved(chain: Chain) -> Chain:
 
 
 def _before_the_step(layer: Layer, operator: Operator, query: Tensor) -> Operator:
-    """Set dt = 0 at the query, so that the query reads the state before the query's step."""
+    """Set dt = 0 at the query, which then reads the state before its step, as in the script."""
     if isinstance(operator, Sum):
         return Sum(*(_before_the_step(layer, part, query) for part in operator.parts))
     parts = list(operator.parts) if isinstance(operator, Chain) else [operator]

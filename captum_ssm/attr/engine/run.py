@@ -47,17 +47,17 @@ from .fold import stages
 #: Largest number of tensor elements cached from one target to the next (1 GiB in float32).
 _KEPT_ELEMENTS = 2**28
 
-#: The gradient at each tensor; None if no gradient arrived.
+#: The target's gradient at each tensor; None if the target does not depend on the tensor.
 Taken = dict[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
 class Inner:
-    """A number computed from an activation, explained in place of the model's output.
+    """A value computed from an activation, explained in place of the model's output.
 
     Attributes:
         site: the activation.
-        chosen: function that returns the number per example (B,), given the activation's tensors
+        chosen: function that returns one value per example (B,), given the activation's tensors
             and a mask (B, L) of unpadded tokens (None if there is no padding).
     """
 
@@ -84,7 +84,7 @@ class Request:
         kept: the positions at which the model's head runs. Default: None, all.
         begins: the activation that is explained in place of the inputs. Default: None.
         cuts: further activations that are detached and start a new graph. Default: none.
-        ends: the number that is explained in place of the output. Default: None.
+        ends: the value that is explained in place of the output. Default: None.
     """
 
     forward_func: Callable[..., Any]
@@ -243,14 +243,14 @@ class Run:
         return layout.laid_out(rows, self.mask, self.given, token_map, self.request.one_output)
 
     def asked(self, questions: Sequence[Question]) -> Iterator[Run]:
-        """Yield the run once per target, with that target first and one cache for all of them."""
+        """Yield the run once per target, with this target first and one cache for all targets."""
         kept: dict[Layer, Tensor] = {}
         for first, question in enumerate(questions):
             ask_anew(question.weights.shape[-1], question.asked)
             yield replace(self, questions=questions[first:], kept=kept)
 
     def select(self, index: Tensor | None) -> tuple[Tensor, Taken | None]:
-        """Return a target's number per example (B,), and the cache of its gradients or None."""
+        """Return a target's value per example (B,), and a cache for its gradients or None."""
         if not self.shared:
             return select(self.output, index), None
         for known, number, taken in self._selected:
@@ -426,7 +426,7 @@ class Sharing:
         return self._latest
 
     def probe(self, model: nn.Module) -> ImageProbe:
-        """Return one probe per model, which keeps the patch grid that an earlier method found."""
+        """Return the model's :class:`.ImageProbe`, which keeps the patch grid between methods."""
         if self._probe is None or self._probe.model is not model:
             self._probe = ImageProbe(model)
         return self._probe

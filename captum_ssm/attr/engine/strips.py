@@ -22,7 +22,7 @@ from .fold import LayerMatrix
 #: Rows are computed one by one, not as a whole matrix, if at most 1 / _FEW of them are needed.
 _FEW = 8
 
-#: A function from a strip to new entries (B, R, W); it may overwrite the strip's entries.
+#: A function from a strip to new entries (B, R, W); the function may overwrite the strip.
 Change = Callable[[Strip], Tensor]
 
 
@@ -55,7 +55,7 @@ def in_strips(
     quick = goes_by_channel(operator, reduce) and budget.holds_matrix(operator)
 
     def strips(within: range) -> Iterator[tuple[Strip, Tensor]]:
-        """Yield strips of the rows ``within``, each with its changed entries."""
+        """Yield strips (a few matrix rows) of the rows ``within``, with changed entries."""
         matrix = whole
         few = budget.few_rows(operator) if reduce == "mean" else 0
         if matrix is None and quick and len(within) > tokens // _FEW:

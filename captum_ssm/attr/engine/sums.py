@@ -1,4 +1,4 @@
-"""Convergence checks: the number that relevance should sum to, its sum, and the difference."""
+"""Convergence checks: the value that relevance should sum to, the sum, and the difference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from .method import SSMAttribution
 from .result import part
 
-#: Largest accepted difference, relative to the larger of the two numbers.
+#: Largest accepted difference, relative to the larger of the two values.
 _SHARE = 0.05
 
 
@@ -38,7 +38,7 @@ class CheckedSum(NamedTuple):
 
     @property
     def adds_up(self) -> bool:
-        """Return True if the difference is at most a twentieth of the larger number."""
+        """Return True if the difference is at most a twentieth of the larger value."""
         return abs(self.delta) <= _SHARE * max(abs(self.wanted), abs(self.total))
 
     @property

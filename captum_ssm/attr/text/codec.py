@@ -125,7 +125,7 @@ class Codec:
         return marks
 
     def _found_spans(self, text: str, ids: list[int]) -> list[Span]:
-        """Find the characters of each token of a filled template."""
+        """Find each token's span of characters in a text, for prompts from templates."""
         try:
             return find_spans(text, ids, self._tokenizer.decode, self._marks)
         except InputError as error:
@@ -232,7 +232,7 @@ def _readable(ids: Sequence[int], before: list[int], read: Read) -> tuple[int, s
 
 
 def _place(text: str, at: int, piece: str) -> Span:
-    """Return the span of ``piece`` in a text, at character ``at`` or after whitespace there."""
+    """Return the span of ``piece`` in a text at ``at``, or after whitespace there; else raise."""
     if piece.isspace():
         return (at, at + len(piece)) if text.startswith(piece, at) else (at, at)
     word = piece.strip()

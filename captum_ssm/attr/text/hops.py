@@ -24,7 +24,7 @@ _LEFT = 0.01
 
 
 class Row(Protocol):
-    """A decomposition of one number over tokens and constants."""
+    """The contributions of tokens and constants to one output value."""
 
     @property
     def tokens(self) -> Tensor:
@@ -36,7 +36,7 @@ class Row(Protocol):
 
     @property
     def output(self) -> Tensor:
-        """The explained number (B,)."""
+        """The explained value (B,)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ def follow(
 
 
 def _parts(row: Row, prompt: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Split a decomposition into prompt, text, unresolved and constants, as in :class:`Hop`."""
+    """Split a row's relevance into the four attributes of :class:`Hop`; unresolved is 0."""
     constants = row.output - row.tokens.sum(-1)
     tokens = row.tokens[0].detach().cpu().double()
     on_text = torch.zeros(count, dtype=torch.float64)

@@ -223,7 +223,7 @@ class SSMLLMAttribution(Attribution):
     def _of_spans(
         self, prompt: Prompt, text: Tensor, ids: Tensor, asked: _Asked, options: Mapping[str, Any]
     ) -> SSMLLMAttributionResult:
-        """Explain the spans of a text, one number per span."""
+        """Explain the spans of a text, one output value per span, in ``asked.hops`` hops."""
         spans = read_spans("spans", asked.spans, text, self.codec)  # type: ignore[arg-type]
         length, method, rest = len(prompt.ids), self.attr_method, dict(options)
         positions = [i - len(text) for i in range(len(text))]

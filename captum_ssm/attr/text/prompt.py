@@ -160,7 +160,7 @@ def _template(prompt: TextTemplateInput, codec: Codec) -> Prompt:
 
 
 def _values(prompt: TextTemplateInput, text: str) -> list[tuple[int, int, int]]:
-    """Return (value number, start, end) for each occurrence of a value in the filled template."""
+    """Return (value index, start, end) for each occurrence of a value in the filled template."""
     marked = [f"{chr(_MARK + i)}{value}{chr(_MARK + i)}" for i, value in enumerate(prompt.values)]
     if prompt.dict_keys:
         filled = prompt.format_fn(**dict(zip(prompt.dict_keys, marked, strict=True)))

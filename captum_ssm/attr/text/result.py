@@ -61,7 +61,7 @@ class SpanParts:
 
     @property
     def outputs(self) -> Tensor:
-        """The explained number of each span (S,), or the sum of relevance for other methods."""
+        """The sum of each span's relevance (S,), which is the explained value for exact methods."""
         return self.hops[0].total
 
     @property

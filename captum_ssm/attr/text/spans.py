@@ -108,7 +108,7 @@ def _between(separator: re.Pattern[str], ids: Tensor, codec: Codec) -> list[rang
 def _of_characters(
     begins: Sequence[int], text: str, places: Sequence[tuple[int, int]]
 ) -> list[range]:
-    """Return token ranges of spans, given spans' first characters and tokens' ``places``."""
+    """Return token ranges of spans that begin at ``begins``; ``places`` has tokens' characters."""
     found: list[range] = []
     latest = -1
     for token, (start, end) in enumerate(places):
@@ -179,7 +179,7 @@ def stretches(pieces: Pieces, name: str) -> list[range]:
 
 
 def _masked(mask: Tensor, ids: Tensor) -> tuple[Tensor, list[str]]:
-    """Return each token's feature number (L,) and the features' names, from a feature mask."""
+    """Return each token's feature index (L,) and the features' names, from a feature mask."""
     found = mask[0] if mask.dim() == 2 and len(mask) == 1 else mask
     if found.shape != ids.shape or found.is_floating_point():
         raise OptionError(

@@ -26,7 +26,7 @@ class Tokens(Sequence[str]):
             has None. Default: None, not known, which draws tokens with gaps.
 
     Raises:
-        InputError: if the numbers of names and pieces differ.
+        InputError: if names and pieces differ in length.
 
     Example:
         >>> from captum_ssm.models import load_bundled

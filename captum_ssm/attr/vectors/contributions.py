@@ -132,7 +132,7 @@ class Contributions:
         return found
 
     def behind(self, vectors: Tensor, index: Tensor) -> Tensor:
-        """Apply the steps after the output projection to vectors (B, q, s, E) of queries (B, q)."""
+        """Apply the affine steps after W_out to the vectors (B, q, s, E) of queries (B, q)."""
         return along([step.at(index) for step in self._behind], vectors)
 
     def before_projection(self, index: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def _merged(weight: Tensor, way: Way) -> tuple[Tensor, list[AffineStep]]:
 
 
 def _is_long_and_ascends(index: Tensor) -> bool:
-    """Return True if there are many queries (B, Q), ascending, and equal in all examples."""
+    """Return True if the queries (B, Q) are many, ascending, and equal in all examples."""
     if index.shape[1] < _MANY_QUERIES:
         return False
     return bool((index == index[:1]).all() and (index[0].diff() > 0).all())
@@ -210,7 +210,7 @@ def _tiles_by_query(
         at = there[:, queries]
 
         def tile(some: range, queries: slice = queries, rows: list[Tensor] = rows) -> Tile:
-            """Return the tile of a range of sources, summed over the mixers."""
+            """Return the tile of a range of sources, with vectors added over parallel mixers."""
             sources = slice(some.start, some.stop)
             vectors: Tensor | None = None  # (B, q, s, E)
             for row, part in zip(rows, parts, strict=True):
@@ -228,7 +228,7 @@ def _tiles_by_query(
 
 
 def _rows(path: TapPath, index: Tensor) -> Tensor:
-    """Return each token's part (q, B, L, H, P) of a path's output at queries (B, q)."""
+    """Return each token's contribution (q, B, L, H, P) to a path's output at queries (B, q)."""
 
     def of_product(local: Sequence[Operator], core: Operator) -> Tensor:
         if _mixes_channels(core):
@@ -291,7 +291,7 @@ def _mixes_channels(operator: Operator) -> bool:
 
 
 def _at_token(part: Operator, rows: Tensor, index: Tensor) -> Tensor:
-    """Apply an operator within tokens to the matrix rows (q, B, L, H, P) of queries (B, q)."""
+    """Apply an operator that acts on the query token to the query's rows (q, B, L, H, P)."""
     if isinstance(part, Diagonal):
         return rows * at_positions(part.weight, index.T)
     return part.apply(rows)

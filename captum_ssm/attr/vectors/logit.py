@@ -36,7 +36,7 @@ class TokenShares(Protocol):
 
 MakeShares = Callable[[Sequence[Layer], Run, str], TokenShares]
 
-#: Mixing matrices by name: functions of a stage (parallel layers), a run and an activation rule.
+#: By name, functions from parallel layers, a run and an activation rule to a mixing matrix.
 MIXINGS: dict[str, MakeShares] = {
     "alti": lambda stage, run, activation: AltiShares(
         stage, run.streams, activation=activation, mask=run.mask
@@ -49,7 +49,7 @@ MIXINGS: dict[str, MakeShares] = {
 
 @dataclass(frozen=True, eq=False)
 class LogitContributions(NamedTokens):
-    """Contributions of input tokens to one number of the output, by layer.
+    """Contributions of input tokens to one scalar of the output, by layer.
 
     Attributes:
         layers: contributions through each of the Λ mixers (Λ, B, L); with ``by_layer=False`` the
@@ -58,7 +58,7 @@ class LogitContributions(NamedTokens):
             (M, B, L); with ``by_layer=False`` (0, B, L), because ``layers`` includes them.
         embedding: contributions of the embeddings without any layer (B, L).
         biases: contributions of biases and other constants (B,), by the module that adds them.
-        output: the explained number (B,).
+        output: the explained value (B,).
         names: names of each example's tokens, shown in the HTML page. Default: None, positions.
     """
 
@@ -98,7 +98,7 @@ def contributions_to(
     *,
     by_layer: bool,
 ) -> list[LogitContributions]:
-    """Decompose the number of each target of a run; each mixing matrix is computed once.
+    """Decompose the value of each target of a run; each mixing matrix is computed once.
 
     Args:
         run: the run, with its targets.
@@ -162,7 +162,7 @@ def _directly_reached(layers: Sequence[Layer], passes: Sequence[_Direct]) -> ran
 def _of_layer(
     layer: Layer, activation: str, passes: Sequence[_Direct], at: int, within: range | None
 ) -> Tensor:
-    """Return contributions through layer number ``at`` to the T targets of ``passes``, (T, B, L).
+    """Return contributions through layer index ``at`` to the T targets of ``passes``, (T, B, L).
 
     The contribution of the layer's constant is added to ``biases`` of each pass, in place.
     """
@@ -182,11 +182,11 @@ class _Direct:
     """The results of one backward pass along the direct paths, which bypass later mixers.
 
     Attributes:
-        toward: gradients of the explained number at each mixer's output, (B, L, E) each.
+        toward: gradients of the explained value at each mixer's output, (B, L, E) each.
         locals: contributions of each module within tokens, such as an MLP, (B, L) each.
         embedding: contribution of the residual stream entering the first block, (B, L).
         biases: contributions of constants (B,), by the name of the module that adds them.
-        output: the explained number (B,).
+        output: the explained value (B,).
     """
 
     toward: Sequence[Tensor]

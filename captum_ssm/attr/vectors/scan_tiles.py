@@ -92,7 +92,7 @@ class ScanRows:
         return Columns(self, sources.start, end, near, states)
 
     def read(self, states: Tensor, pivot: int, rows: Tensor) -> Tensor:
-        """Return the entries (B, rows, S, H) of rows after ``pivot``, given the states at pivot."""
+        """Return matrix entries (B, rows, S, H) of rows after ``pivot``, from the states there."""
         scan = self._scan
         elapsed = (self._clock[:, rows] - self._clock[:, pivot, None]).to(states)
         rates = BINARY * scan.a[:, None]
@@ -130,10 +130,7 @@ class ScanRows:
     # the outputs and states of _run without a loop over tokens, which is slow on a GPU
 
     def _near_by_matrix(self, sources: slice, end: int) -> Tensor:
-        """Return the outputs of :meth:`_run` (B, T, S, H), from the matrix of the T tokens.
-
-        The matrix has T columns per head; only the S columns of the sources are returned.
-        """
+        """Return the outputs of :meth:`_run` (B, T, S, H) without a loop, from T x T matrices."""
         some, tokens = slice(sources.start, end), end - sources.start
         outer, skip = self._outer[:, some], self._skip[:, some]
         shares = {k: share[:, some] for k, share in self._shares.items() if k < tokens}
@@ -149,7 +146,7 @@ class ScanRows:
         return matrix[..., :width].permute(0, 2, 3, 1)
 
     def _states_by_decay(self, sources: slice, end: int) -> Tensor:
-        """Return each source's state after ``end - 1``, (B, H, N, S), from the total decay."""
+        """Return the states of :meth:`_run` (B, H, N, S) without a loop, from each total decay."""
         scan, width = self._scan, sources.stop - sources.start
         batch, _, heads, _ = scan.shape
         states = self._outer.new_zeros(batch, width, scan.a.shape[-1], heads)
@@ -219,7 +216,7 @@ def tiles(ahead: ScanRows, back: ScanRows | None, positions: Sequence[int]) -> I
 def _tile(
     positions: Tensor, sources: slice, sent: Columns | None, returned: Columns | None, some: range
 ) -> ScanTile:
-    """Return the tile of the rows ``some``, which lie between two cuts of :func:`tiles`."""
+    """Return the tile of rows at ``positions[some]``, with both scan directions added."""
     rows, until, found = positions[some.start : some.stop], sources.stop, []
     if sent is not None and rows[0] >= sources.start:
         found.append(sent.to(rows))

@@ -44,7 +44,7 @@ def scanned(paths: Sequence[TapPath]) -> Scanned | None:
 
 
 class _ScanProduct(NamedTuple):
-    """A product of operators and the input by lag, with tokens in the order of the scan."""
+    """A product of operators with its input by lag; tokens are in the order of the scan."""
 
     backwards: bool
     parts: Sequence[Operator]
@@ -52,7 +52,7 @@ class _ScanProduct(NamedTuple):
 
 
 def _in_scan_order(path: TapPath, parts: Sequence[Operator]) -> _ScanProduct | None:
-    """Remove the reorderings around a backward scan; return None if others are left."""
+    """Remove the token reversals around a backward scan; return None for different reorderings."""
     outer, rest = _split_off_permutes(parts, lambda permute: permute.inverse)
     inner, core = _split_off_permutes(rest[::-1], lambda permute: permute.order)
     core, inner = core[::-1], inner[::-1]
@@ -73,7 +73,7 @@ def _in_scan_order(path: TapPath, parts: Sequence[Operator]) -> _ScanProduct | N
 def _split_off_permutes(
     parts: Sequence[Operator], order: Callable[[Permute], Tensor]
 ) -> tuple[list[Permute], list[Operator]]:
-    """Move reorderings past diagonals to one end of a product; return them, and the rest.
+    """Move reorderings past diagonals to one end; return reorderings, and the remaining operators.
 
     Args:
         parts: the parts, from one end of a product.
@@ -93,7 +93,7 @@ def _split_off_permutes(
 
 
 def _rows(parts: Sequence[Operator], shares: TapShares) -> ScanRows | None:
-    """Return the matrix of a product without reorderings; None unless it has Mamba-1's form."""
+    """Return the matrix of a product in scan order; None unless the product has Mamba-1's form."""
     places = [(i, scan) for i, part in enumerate(parts) if (scan := _scan_in(part)) is not None]
     if len(places) != 1:
         return None

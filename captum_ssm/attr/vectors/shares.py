@@ -107,7 +107,7 @@ class AltiShares:
 
 
 def _share(output: Tensor, vectors: Tensor) -> Tensor:
-    """Return ALTI's unscaled share relu(sum of |y| - |y - T|), which is exactly 0 for T = 0."""
+    """Return unscaled shares relu(sum of |y| - |y - T|) of ``vectors`` T in y; T = 0 gives 0."""
     return (output.abs() - (output - vectors).abs()).sum(-1).relu()
 
 
@@ -130,7 +130,7 @@ def stream_of(layer: Layer, streams: Streams, like: Tensor) -> Tensor:
 
 
 class ProjectionShares:
-    """The mixing matrix from projections, of one layer or of parallel layers.
+    """The mixing matrix of one layer or of parallel layers, from projections on y_i.
 
     Args:
         stage: the layers of one stage, as for :class:`AltiShares`.

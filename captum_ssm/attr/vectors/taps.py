@@ -125,7 +125,7 @@ def silenced(operator: Operator) -> Operator:
 
 
 def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activation: str) -> TapPath:
-    """Convert one product to a path: factors after the activation, contributions before it."""
+    """Convert a product to a path: the factors after the activation, and their input by lag."""
     places = [i for i, part in enumerate(parts) if _is_activation(part)]
     if not places and not any(_holds_activation(part) for part in parts):
         return TapPath(Chain(*parts), [(0, values)])
@@ -180,7 +180,7 @@ def _own_function(module: Any, u: Any, ratio: Tensor) -> Function:
 
 
 def _split_conv(parts: Sequence[Operator]) -> tuple[ShortConv | None, Sequence[Operator]]:
-    """Return the outermost part if it is a convolution, else None; and the remaining parts."""
+    """Split off the outermost operator if it is a convolution; else return None and all."""
     first = parts[0] if parts else None
     return (first, parts[1:]) if isinstance(first, ShortConv) else (None, parts)
 
