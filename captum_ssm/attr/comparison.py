@@ -404,7 +404,7 @@ def _chosen(
 
 
 def _cut(cut: BatchPart, name: str, value: Any) -> Any:
-    """Select the examples of a part of the batch from the value of an option."""
+    """Return an option's value for the part of the batch that ``cut`` selects."""
     return cut.target(value) if name == "contrast" else cut(value)
 
 
@@ -415,7 +415,7 @@ def _relevance(
     per_token: bool,
     grid: PatchGrid | None,
 ) -> tuple[Any, Sums | None]:
-    """Call a method; return its relevance (per token, also for Captum's methods) and its sums."""
+    """Call a method; return relevance (per token, for Captum's methods too) and :class:`.Sums`."""
     inputs, target, additional = arguments
     named = {"target": target, "additional_forward_args": additional or None}
     if isinstance(method, SSMAttribution):

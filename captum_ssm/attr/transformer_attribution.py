@@ -176,7 +176,7 @@ def _beta(
 
 
 def _before_projection(linear: LinearMixer, gradient: Tensor) -> Tensor:
-    """Convert a gradient at a mixer's output (B, L, E) to one before W_out, (B, L, H, P)."""
+    """Convert a gradient (B, L, E) after the output projection to one before it, (B, L, H, P)."""
     with torch.enable_grad():
         before = torch.zeros_like(linear.values, requires_grad=True)
         out = linear.project(before)

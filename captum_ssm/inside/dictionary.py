@@ -19,7 +19,7 @@ from .._files import filling, read_json, read_safetensors, write_whole
 from .._optional import optional
 from ..errors import CheckpointError, OptionError
 
-#: The kinds of encoders, which differ in how they compute the features' activations.
+#: The types of encoders, which differ in how they compute the features' activations.
 ARCHITECTURES = ("standard", "topk", "jumprelu", "gated")
 
 #: The names of the files in a SAELens folder.

@@ -200,7 +200,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         attribute_to_layer_input: bool = False,
         **options: Any,
     ) -> Tensor:
-        """Return output - attributions - biases (B,): the contribution of paths around the layer.
+        """Return output - attributions - biases (B,), the contribution of bypassing paths.
 
         Args:
             attributions: the output of :meth:`attribute`.

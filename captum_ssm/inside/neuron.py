@@ -24,7 +24,7 @@ from ..operators.kernels.arithmetic import unseen
 from ..tracing import find_model
 from .layer import Layer
 
-#: A neuron: its index in the activation, or a function that returns one number per example.
+#: A neuron: its index in the activation, or a function that returns one value per example.
 Selector = int | tuple[int | slice, ...] | Callable[..., Tensor]
 
 

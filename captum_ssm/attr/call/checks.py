@@ -1,4 +1,4 @@
-"""Checks of options. Each function checks one kind of option, and returns it as a Python value.
+"""Checks of options. Each function checks one type of option, and returns the option's value.
 
 :func:`flags` and :func:`no_repeats` check several values, and return nothing. NumPy and torch
 integers are accepted. A bool is not accepted as an integer, nor an integer as a bool.

@@ -35,7 +35,7 @@ BESIDE = ("attention_mask", "token_type_ids")
 def behind_inputs(
     forward_func: Callable[..., Any], inputs: Any, beside: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Return a tokenizer's further tensors as additional_forward_args, in forward_func's order.
+    """Return tensors such as attention_mask as additional_forward_args, in forward_func's order.
 
     Args:
         forward_func: the function that runs the model.
@@ -108,7 +108,7 @@ def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
 
 
 def several_inputs(inputs: Any, name: str = "inputs") -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Check the inputs; return the first, and all further ones, such as the images of a text."""
+    """Check the inputs; return the first input, and all others, such as images beside a text."""
     if not isinstance(inputs, tuple) or len(inputs) < 2:
         return single_input(inputs, name)[0], ()
     for number, other in enumerate(inputs[1:], 1):

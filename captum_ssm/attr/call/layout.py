@@ -79,7 +79,7 @@ def patch_sums(pixels: Tensor, grid: tuple[int, int]) -> Tensor:
 class ImageProbe(PatchGrid):
     """Finds the patch grid, and the tokens that are patches, by comparing runs on two images.
 
-    Other tokens, such as a class token or registers, do not depend on the image.
+    The images differ, and only patch tokens change: a class token or registers stay equal.
     """
 
     def patches(

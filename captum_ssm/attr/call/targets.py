@@ -30,7 +30,7 @@ class Each:
 class SumTarget:
     """A target that is a weighted sum of logits of several tokens of a language model.
 
-    The sum is one number, so it needs one backward pass for any number of tokens.
+    The sum is a scalar, so one backward pass is enough for any number of tokens.
 
     Args:
         positions: positions at which the tokens are predicted (B, n), or (n,) for all examples.

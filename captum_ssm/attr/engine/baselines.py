@@ -14,7 +14,7 @@ from ...linear import Network
 from ..call import checks
 from ..call.target_errors import shown
 
-#: The baseline of one input: None, a number, ``"mean"``, embeddings or ids.
+#: The baseline of one input: None, a scalar, ``"mean"``, embeddings or ids.
 Baseline = None | float | Literal["mean"] | Tensor
 #: One baseline, or a tuple with one baseline for each of several inputs.
 Baselines = Baseline | tuple[Baseline, ...]
@@ -73,7 +73,7 @@ def baselines_of(network: Network, baselines: Baselines) -> list[Tensor]:
 
 
 def _expanded(found: Any, start: Tensor, what: str, words: str, ids: str = "") -> Tensor:
-    """Expand a number or a tensor to a baseline in the shape of the input ``start``.
+    """Expand a scalar or a tensor to a baseline in the shape of the input ``start``.
 
     In the error, ``what`` names the input; ``words`` and ``ids`` are further accepted forms.
     """

@@ -126,7 +126,7 @@ class OutputParts(Protocol):
 
     @property
     def output(self) -> Tensor:
-        """The explained number (B,)."""
+        """The explained value (B,)."""
 
     @property
     def delta(self) -> Tensor:
@@ -229,7 +229,7 @@ def _of_step(
 
 
 def _as_sequence(x: Tensor, like: Tensor) -> Tensor:
-    """Reshape a map (B, h, w, E) to the tokens (B, L, E) of ``like``, if the sizes agree."""
+    """Reshape a 2-D grid of tokens (B, h, w, E) to (B, L, E) like ``like``, if the sizes agree."""
     same = x.dim() > 3 and x.shape[-1] == like.shape[-1] and x.numel() == like.numel()
     return x.reshape(like.shape) if same else x
 

@@ -222,7 +222,7 @@ def in_turn(
 
 
 def answered(questions: Generator[Against, A, T], answer: Callable[[Against], A]) -> T:
-    """Send a generator the answer to each question that it yields; return the generator's result."""
+    """Send a generator the answer to each question it yields; return the generator's result."""
     latest: A | None = None
     while True:
         try:

@@ -117,7 +117,7 @@ def _not_halved(chain: Chain) -> Chain:
 
 
 def _before_the_step(layer: Layer, operator: Operator, query: Tensor) -> Operator:
-    """Set dt = 0 at the query, which then reads the state before its step, as in the script."""
+    """Set dt = 0 at the query, to reproduce the error of the hidden-attention paper's script."""
     if isinstance(operator, Sum):
         return Sum(*(_before_the_step(layer, part, query) for part in operator.parts))
     parts = list(operator.parts) if isinstance(operator, Chain) else [operator]

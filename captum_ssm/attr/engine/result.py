@@ -109,7 +109,7 @@ class Result:
         return page if path is None else _written(path, page)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one dictionary of named numbers for each token, node or pair of tokens."""
+        """Return one dictionary of named values for each token, node or pair of tokens."""
         raise NotImplementedError
 
     def to_pandas(self) -> Any:
@@ -321,7 +321,7 @@ def _decoded(code: Any) -> Any:
 
 
 def _encoded_tensor(tensor: Tensor) -> dict[str, Any]:
-    """Encode a tensor as a dictionary of dtype, shape and numbers (floats as doubles)."""
+    """Encode a tensor as a dictionary of dtype, shape and values (floats as doubles)."""
     flat = tensor.detach().cpu().flatten()
     values = (flat.double() if flat.is_floating_point() else flat).tolist()
     if flat.is_floating_point() and not bool(flat.isfinite().all()):

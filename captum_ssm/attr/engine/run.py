@@ -368,7 +368,7 @@ def _replayed(
     mask: Tensor | None,
     paths: DirectPaths | None,
 ) -> TokenOrder | None:
-    """Find the token order of a run; return None for 2-D maps, or if the user passed layers."""
+    """Find the token order of a run; return None for 2-D grids, or if the user passed layers."""
     layers, chosen, chain = record.layers, request.layers is not None, None
     if chosen and not request.folds and not request.streams:
         return None

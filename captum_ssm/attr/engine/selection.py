@@ -155,7 +155,7 @@ def _carried(
 
     Args:
         x: the query or key.
-        moves: pairs of an operator and its map or adjoint, from the scan outwards.
+        moves: pairs of an operator and its forward or adjoint function, from the scan outwards.
         per_head: value channels per head, P.
         within: the index of each of the C channels within its head.
     """

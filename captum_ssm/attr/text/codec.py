@@ -119,7 +119,7 @@ class Codec:
 
     @property
     def _marks(self) -> set[int]:
-        """The ids of special tokens without text; the unknown token counts as text."""
+        """The ids of special tokens, which have no text. The unknown token is not included."""
         marks = set(getattr(self._tokenizer, "all_special_ids", ()))
         marks.discard(getattr(self._tokenizer, "unk_token_id", None))
         return marks

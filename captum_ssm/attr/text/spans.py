@@ -99,7 +99,7 @@ def _range(name: str, one: Any) -> range:
 
 
 def _between(separator: re.Pattern[str], ids: Tensor, codec: Codec) -> list[range]:
-    """Return the spans between separators; a token's first character decides the span."""
+    """Return spans between separators; a token is in the span of the token's first character."""
     text, places = codec.read(ids)
     begins = [0, *(match.end() for match in separator.finditer(text))]
     return _of_characters(begins, text, places)

@@ -167,7 +167,7 @@ def tiles(
 
 
 def _merged(weight: Tensor, way: Way) -> tuple[Tensor, list[AffineStep]]:
-    """Multiply affine steps into a projection's weight (C, E); return it, and the other steps.
+    """Multiply affine steps into a weight (C, E); return the product, and the remaining steps.
 
     A norm's factor per token commutes with all other steps. So this factor is applied later, and
     the steps after it are multiplied into the weight. Biases are left out.

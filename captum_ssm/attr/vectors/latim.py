@@ -18,7 +18,7 @@ from ..engine.method import SSMAttribution, options
 from .contributions import Contributions
 from .taps import check_activation
 
-#: The number of rows of a map computed at a time, on a CPU and on other devices.
+#: The number of rows of a token-to-token map computed at a time, on a CPU and on other devices.
 _ROWS, _ROWS_LAUNCHED = 256, 4096
 
 

@@ -121,7 +121,7 @@ def contributions_to(
     is_zero = is_unmixed = True
 
     def enter_locals(layers_read: int) -> None:
-        """Add contributions of modules that depend on mixer call ``layers_read`` or a later one."""
+        """Add contributions of modules, such as MLPs, after at least ``layers_read`` mixers."""
         nonlocal is_zero
         while pending and pending[-1][0] >= layers_read:
             _, part = pending.pop()

@@ -180,7 +180,7 @@ class Columns(NamedTuple):
     states: Tensor
 
     def to(self, tokens: Tensor) -> Tensor:
-        """Return entries (B, rows, S, H) of rows ``tokens``, all before ``end`` or all behind."""
+        """Return entries (B, rows, S, H) of rows ``tokens``: all before ``end``, or none before."""
         if int(tokens.max()) < self.end:
             return self.near[:, tokens - self.start]
         return self.rows.read(self.states, self.end - 1, tokens)
