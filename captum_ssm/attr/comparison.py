@@ -36,7 +36,7 @@ from .engine.run import shared_forward
 from .engine.sums import Sums, attribute_with_sums, joined
 from .text.tokens import Tokens
 
-#: A method, the class of a method, or the name of such a class.
+#: A method, or the class of a method, or the name of the class.
 Method: TypeAlias = Attribution | type[Attribution] | str
 #: Methods by unique names.
 Named: TypeAlias = dict[str, Attribution | type[Attribution]]
@@ -360,7 +360,7 @@ def _check_foreign(name: str, method: Attribution, options: Mapping[str, Any]) -
 
 
 def _takes_gradients_at(method: Attribution, ids: Tensor) -> bool:
-    """Return True if a Captum method takes gradients at inputs, and inputs are token ids."""
+    """Return True if a Captum method needs gradients at inputs, but the inputs are token ids."""
     at_inputs = isinstance(method, GradientAttribution) and not isinstance(
         method, InternalAttribution | SSMAttribution
     )
@@ -370,7 +370,7 @@ def _takes_gradients_at(method: Attribution, ids: Tensor) -> bool:
 def _embeddings(
     name: str, made_here: bool, forward_func: Callable[..., Any], ids: Tensor
 ) -> Tensor:
-    """Return the embeddings of ids; raise if there are none, or if the user made the method."""
+    """Return the embeddings of ids; raise if they are not found, or the user made the method."""
     found = embeddings_of(forward_func, ids) if made_here else None
     if found is None:
         raise InputError(

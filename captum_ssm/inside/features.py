@@ -1,4 +1,4 @@
-"""Features: directions of an activation, each with a vector to measure it and a vector to add."""
+"""Features: directions of an activation, each with a vector to measure the feature and to add it."""
 
 from __future__ import annotations
 

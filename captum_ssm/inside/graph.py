@@ -211,7 +211,7 @@ def strongest(nodes: Sequence[Node], keep: float) -> tuple[Tensor, float]:
 
 
 def _has_influence(nodes: Sequence[Node]) -> Tensor:
-    """Return True for the nodes that have influence (n,): all nodes except constants."""
+    """Return a mask (n,) of the nodes with influence, which are all nodes except constants."""
     return torch.tensor([node.kind != "constants" for node in nodes])
 
 

@@ -117,7 +117,7 @@ def attribution_graph(
 
 
 def _blocks(maker: _Maker) -> list[Layer]:
-    """Return each mixer's block, or all mixers if some mixer has no block or several blocks."""
+    """Return mixers' blocks as default layers; or all mixers, if one has no block or several."""
     model = find_model(maker.forward_func, maker.model)
     mixers = find_mixers(model, maker.layers)
     in_blocks = all(len(each.blocks) == 1 and each.blocks[0] is not model for each in mixers)
@@ -157,7 +157,7 @@ def _refuse_of_another(dictionary: Any, layer: str, model: nn.Module) -> None:
 
 
 class _Maker(FlowMethod):
-    """Run a model and compute the contributions from which a graph is made."""
+    """The method of :func:`attribution_graph`: run a model, and compute the contributions."""
 
     name = "attribution_graph"
     default_rule: Rule = "frozen"

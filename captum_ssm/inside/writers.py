@@ -110,7 +110,7 @@ def to_json(graph: Graph, path: str | Path) -> None:
 
 
 def _listed(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the list of graphs with this graph added, which replaces a graph of the same name."""
+    """Add a graph to the list of graphs; it replaces a graph of the same name."""
     try:
         found = json.loads(path.read_text("utf-8")) if path.exists() else {"graphs": []}
         others = [graph for graph in found["graphs"] if graph["slug"] != metadata["slug"]]

@@ -21,7 +21,7 @@ from .targets import CONTRASTS, Each
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-#: Advice in the error for an argument that other tools have.
+#: Advice in the error for an argument that only other methods or other tools have.
 _INSTEAD = {
     "baselines": "This method does not replace the inputs. Leave baselines out; to compare with a "
     "different output, pass contrast= if the method has it, or explain both and subtract.",

@@ -61,7 +61,7 @@ class Kept:
         return self._found(target, target_index(target, whole)), contrast
 
     def _found(self, target: Any, index: Tensor | None) -> Any:
-        """Convert positions in one target or contrast with indices ``index``; see :meth:`among`."""
+        """Convert a target or a contrast for :meth:`among`, from the result of target_index."""
         if index is None:
             return None
         if isinstance(target, SumTarget):

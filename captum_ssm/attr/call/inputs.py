@@ -23,12 +23,12 @@ _FORMS = "token ids (B, L), embeddings (B, L, E) or images (B, C, H, W)"
 #: Names of the input tensor in the output of tokenizers and image processors, by preference.
 KEYS = ("input_ids", "inputs_embeds", "pixel_values")
 
-#: Parts of torch's errors if an embedding layer gets floats, or an id beyond the vocabulary.
+#: Words in torch's errors if an embedding layer gets floats, or an id beyond the vocabulary.
 _NO_INDEX = "'indices' to have one of the following scalar types"
 _NO_SUCH_INDEX = "index out of range in self"
 
 
-#: Names of further tensors in a tokenizer's output.
+#: Names of the tensors in a tokenizer's output besides the input.
 BESIDE = ("attention_mask", "token_type_ids")
 
 
@@ -211,7 +211,7 @@ def call_model(
 def _call_on_embeddings(
     function: nn.Module, inputs: Tensor, additional: tuple[Any, ...], named: Mapping[str, Any]
 ) -> Any:
-    """Call a module with embeddings (B, L, E); see :func:`call_model` for the argument used."""
+    """Call a module with embeddings (B, L, E) in place of ids, as :func:`call_model` describes."""
     try:
         bound = inspect.signature(_forward_of_base(function)).bind(inputs, *additional, **named)
     except TypeError as error:

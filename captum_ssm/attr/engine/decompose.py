@@ -229,7 +229,7 @@ def _of_step(
 
 
 def _as_sequence(x: Tensor, like: Tensor) -> Tensor:
-    """Reshape a 2-D grid of tokens (B, h, w, E) to (B, L, E) like ``like``, if the sizes agree."""
+    """Reshape a 2-D grid of tokens (B, h, w, E) to the shape (B, L, E) of ``like``, if possible."""
     same = x.dim() > 3 and x.shape[-1] == like.shape[-1] and x.numel() == like.numel()
     return x.reshape(like.shape) if same else x
 

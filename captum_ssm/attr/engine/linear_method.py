@@ -323,7 +323,7 @@ def linear_run(
 
 @contextmanager
 def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tensor]]:
-    """Run the linear network, and yield it and its output; torch works as usual in the ``with``."""
+    """Run the linear network; yield the network and its output, for work that is not traced."""
     if not request.inputs.is_floating_point():  # ids are identified by their memory address
         ids = request.inputs.clone(memory_format=torch.contiguous_format)
         request = replace(request, inputs=ids)

@@ -256,7 +256,7 @@ class SSMAttribution(Explainer, Attribution):
         return found
 
 
-#: Captum accepts only listed classes.
+#: Captum's LLMGradientAttribution accepts only methods of the listed classes.
 LLMGradientAttribution.SUPPORTED_METHODS += (SSMAttribution,)
 
 

@@ -112,7 +112,7 @@ def state_matrices(terms: Sequence[Term], channels: Sequence[int]) -> Tensor:
 
 
 def _one_state(scan: Scan, state: int) -> Scan:
-    """Restrict a recurrence to the state with index ``state``."""
+    """Return the recurrence with only the state at index ``state``, to compute its matrix."""
     only = slice(state, state + 1)
     if isinstance(scan, SelectiveScan):
         return scan.changed(a=scan.a[..., only], b=scan.b[..., only], c=scan.c[..., only])

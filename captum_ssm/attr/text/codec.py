@@ -125,7 +125,7 @@ class Codec:
         return marks
 
     def _found_spans(self, text: str, ids: list[int]) -> list[Span]:
-        """Find each token's span of characters in a text, for prompts from templates."""
+        """Find each token's span of characters in a text, if the tokenizer returns no offsets."""
         try:
             return find_spans(text, ids, self._tokenizer.decode, self._marks)
         except InputError as error:
@@ -180,7 +180,7 @@ NO_TEXT = "\N{REPLACEMENT CHARACTER}"
 _LONGEST = 64
 #: Largest number of tokens for which pieces are computed; longer texts would take too long.
 _MOST = 20_000
-#: The number of characters of the text in an error.
+#: The number of characters of the text that an error shows.
 _QUOTED = 20
 
 

@@ -31,7 +31,7 @@ from .spans import Spans, joined, read_spans, with_spans
 #: The default number of generated tokens.
 _NEW_TOKENS = 25
 
-#: Number of tokens of an additional run that checks whether a model is causal.
+#: The number of tokens of an additional run that checks whether a model is causal.
 _FEW = 8
 #: Largest accepted fraction of relevance on later tokens, from rounding in Fourier transforms.
 _ROUNDING = 1e-3
@@ -368,7 +368,7 @@ class SSMLLMAttribution(Attribution):
 
 @dataclass(frozen=True)
 class _Asked:
-    """Checked options of a call of :meth:`SSMLLMAttribution.attribute`, with the same names."""
+    """Checked arguments of :meth:`SSMLLMAttribution.attribute`, by the names of the arguments."""
 
     spans: Spans | None
     hops: int

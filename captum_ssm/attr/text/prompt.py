@@ -99,7 +99,7 @@ def read_ids(value: Any, what: str) -> Tensor:
 
 
 def _filled(ids: Tensor, what: str) -> Tensor:
-    """Return the ids on the CPU; raise if there are none."""
+    """Return token ids on the CPU; raise if the prompt has no tokens."""
     if not len(ids):
         raise InputError(f"{what} has no tokens. Pass at least one token.")
     return ids.cpu()

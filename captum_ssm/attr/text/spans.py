@@ -108,7 +108,7 @@ def _between(separator: re.Pattern[str], ids: Tensor, codec: Codec) -> list[rang
 def _of_characters(
     begins: Sequence[int], text: str, places: Sequence[tuple[int, int]]
 ) -> list[range]:
-    """Return token ranges of spans that begin at ``begins``; ``places`` has tokens' characters."""
+    """Return token ranges of the spans that begin at characters ``begins`` of a text."""
     found: list[range] = []
     latest = -1
     for token, (start, end) in enumerate(places):

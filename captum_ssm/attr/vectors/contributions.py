@@ -291,7 +291,7 @@ def _mixes_channels(operator: Operator) -> bool:
 
 
 def _at_token(part: Operator, rows: Tensor, index: Tensor) -> Tensor:
-    """Apply an operator that acts on the query token to the query's rows (q, B, L, H, P)."""
+    """Apply an operator that does not mix tokens to the rows (q, B, L, H, P) of queries (B, q)."""
     if isinstance(part, Diagonal):
         return rows * at_positions(part.weight, index.T)
     return part.apply(rows)

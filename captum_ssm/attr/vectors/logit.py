@@ -36,7 +36,7 @@ class TokenShares(Protocol):
 
 MakeShares = Callable[[Sequence[Layer], Run, str], TokenShares]
 
-#: By name, functions from parallel layers, a run and an activation rule to a mixing matrix.
+#: Functions that return a mixing matrix for parallel layers, a run and an activation rule.
 MIXINGS: dict[str, MakeShares] = {
     "alti": lambda stage, run, activation: AltiShares(
         stage, run.streams, activation=activation, mask=run.mask
@@ -221,7 +221,7 @@ def _direct(run: Run, question: Question) -> _Direct:
 
 
 def _by_token(run: Run, part: Local, gradient: Tensor) -> Tensor:
-    """Return a module's direct contribution to the output, by token of the first layer, (B, L)."""
+    """Return a module's direct contribution to the output for each first-layer token, (B, L)."""
     layers = run.layers
     batch, tokens = len(layers[0].output), layers[0].tokens
     added = gradient * part.output.detach()

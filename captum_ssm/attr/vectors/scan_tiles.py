@@ -146,7 +146,7 @@ class ScanRows:
         return matrix[..., :width].permute(0, 2, 3, 1)
 
     def _states_by_decay(self, sources: slice, end: int) -> Tensor:
-        """Return the states of :meth:`_run` (B, H, N, S) without a loop, from each total decay."""
+        """Return the states of :meth:`_run` (B, H, N, S) without a loop, from summed steps dt."""
         scan, width = self._scan, sources.stop - sources.start
         batch, _, heads, _ = scan.shape
         states = self._outer.new_zeros(batch, width, scan.a.shape[-1], heads)

@@ -44,7 +44,7 @@ def scanned(paths: Sequence[TapPath]) -> Scanned | None:
 
 
 class _ScanProduct(NamedTuple):
-    """A product of operators with its input by lag; tokens are in the order of the scan."""
+    """A product of operators, and the input by lag, with tokens in the order of the scan."""
 
     backwards: bool
     parts: Sequence[Operator]
