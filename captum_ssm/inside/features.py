@@ -1,4 +1,4 @@
-"""Features: directions of an activation, each with a vector to measure the feature and to add it."""
+"""Features: directions of an activation, each with vectors to measure and to add the feature."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def kept_positions(
 def _head_can_be_limited(
     forward_func: Callable[..., Any], arguments: Sequence[Any], read: Sequence[nn.Module]
 ) -> bool:
-    """Return True if the head acts on positions separately, and the model can select positions.
+    """Return True if the head acts on each position separately, and the model can skip positions.
 
     Return False if hooks on the head, or the modules in ``read``, need logits of all positions.
     """

@@ -6,7 +6,7 @@ decay.  So a tile far from the diagonal is a product of two thin factors:
     alpha_c[i, j] = sum over n of (C[i, n] exp(A[c, n] sum of dt[p+1..i, c])) state_j[p, c, n]
 
 for any token p between j and i, the *pivot* (hidden-attention paper, eq. 14).  Rows *near* the
-sources (in the reach of the short convolution) are computed differently.  No exponent is positive.
+sources (in the reach of the short convolution) are computed by the scan.  No exponent is positive.
 
 A backward scan is a scan of the tokens in reverse order.  Its matrix and a forward scan's overlap
 only in the rows of the sources.  In shapes, S counts sources, T tokens from the first source on.
