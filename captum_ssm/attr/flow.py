@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class FlowMethod(LinearMethod):
-    """Base of the methods that linearize the network with one of the rules."""
+    """Base of the methods that linearize the network; a ``rule`` divides products in mixers."""
 
     needs_gradient = True
     default_rule: Rule = "balanced"

@@ -133,7 +133,7 @@ class Graph(Result):
     def path(self, start: int | None = None) -> list[Node]:
         """Return the path with the largest contribution from a token to the target.
 
-        A path's size is the product of its edges' shares of the input of the nodes they enter.
+        A path's size is a product over edges of the edge's share of its end node's total input.
 
         Args:
             start: the position of the token at which the path begins. Default: None, any token.

@@ -198,7 +198,7 @@ def call_model(
     """Call forward_func, and return its result.
 
     If ``inputs`` are embeddings and a module's first parameter is ``input_ids``, the embeddings are
-    passed as ``inputs_embeds``. Without such a parameter they replace the embedding layer's output.
+    passed as ``inputs_embeds``, or without this parameter replace the embedding layer's output.
     """
     with _embeddable(inputs):
         function = runnable(forward_func)

@@ -173,7 +173,7 @@ def of_given(relevance: Tensor, given: Tensor, tokens: int) -> Tensor:
 
 
 def spread_over_features(relevance: Tensor, inputs: Tensor, per_token: bool) -> Tensor:
-    """Divide relevance (B, L) equally among features of embeddings (B, L, F); keep it for ids."""
+    """Divide relevance (B, L) among features (B, L, F), unless inputs are ids or ``per_token``."""
     if inputs.dim() == 2 or per_token:
         return relevance
     if inputs.dim() != 3 or inputs.shape[1] != relevance.shape[1]:

@@ -98,7 +98,7 @@ def _listed(name: str, values: Any) -> Tensor:
 class Against:
     """A target and its contrast; see :func:`contrasted`.
 
-    If the target has a position, an int as the contrast means an entry at the same position.
+    If the target has a position, an int as the contrast is a token at the target's position.
     """
 
     target: Any

@@ -165,12 +165,12 @@ def class_row(rows: Tensor, gradient: Tensor, keep: Tensor | None, options: Opti
 
 
 def finish(row: Tensor, query: Tensor) -> Tensor:
-    """Set the query's entry and all negative entries of a row (B, L) to 0."""
+    """Set the query's entry and all negative entries of relevance ``row`` (B, L) to 0."""
     return row.scatter(-1, query.to(row.device), 0).clamp_min(0)
 
 
 def min_max(x: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Scale each example to [0, 1] over entries where ``keep`` is True; constants become 0."""
+    """Scale each example to [0, 1] over entries where ``keep`` is True; a constant becomes 0."""
     dims: Sequence[int] = range(1, x.dim())
     low = x if keep is None else x.masked_fill(~keep, torch.inf)
     high = x if keep is None else x.masked_fill(~keep, -torch.inf)

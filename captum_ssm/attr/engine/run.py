@@ -415,7 +415,7 @@ class Sharing:
         self._probe: ImageProbe | None = None
 
     def run(self, request: Request) -> Run:
-        """Return the latest run if its arguments are the same; else run the model again."""
+        """Return the latest run if ``request`` has the same arguments; else run the model again."""
         if self._latest is not None and not is_doubted():
             known = self._latest.request
             if (known.streams or not request.streams) and request.same_as(known):

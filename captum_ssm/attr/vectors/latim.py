@@ -115,7 +115,7 @@ def _read_positions(positions: Positions) -> Tensor:
 def weighted_rows(
     weights: Tensor, rows: Callable[[Tensor], Tensor], within: range | None = None
 ) -> Tensor:
-    """Return ``weights`` (..., B, L) times a map (B, L, L), computing a few rows at a time.
+    """Return ``weights`` (..., B, L) times a map (B, L, L), with a few map rows at a time.
 
     Args:
         weights: one weight per row of the map; rows with weight 0 are not computed.

@@ -15,7 +15,7 @@ from .taps import TapPath, TapShares, products
 
 
 class Scanned(NamedTuple):
-    """The matrices of one scan, or of two scans in opposite directions with added outputs.
+    """The matrices of one scan, or of two scans in opposite directions whose outputs are added.
 
     Attributes:
         ahead: the matrix of the forward scan.

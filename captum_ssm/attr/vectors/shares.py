@@ -112,7 +112,7 @@ def _share(output: Tensor, vectors: Tensor) -> Tensor:
 
 
 def stage_parts(stage: Sequence[Layer]) -> tuple[Sequence[Layer], Sequence[Layer]]:
-    """Split a stage into layers that write to the residual stream, and layers that feed these."""
+    """Split layers into layers that add to the residual stream, and layers that feed these."""
     writers = [layer for layer in stage if layer.joins != "feeds"] or list(stage)
     return writers, [layer for layer in stage if layer not in writers]
 
