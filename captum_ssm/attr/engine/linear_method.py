@@ -1,4 +1,4 @@
-"""Base of the methods whose relevance sums to the output; they run a linear network."""
+"""Base of the methods that run a linear network, and whose relevance sums to the output."""
 
 from __future__ import annotations
 

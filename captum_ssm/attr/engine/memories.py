@@ -166,7 +166,7 @@ class Memory(NamedTuple):
         return torch.einsum("bjhn,bjhp->bhnp", written, self.value[:, steps]).add_(faded)
 
     def _skip_by_decay(self, first: int, between: range) -> tuple[Tensor, Tensor]:
-        """Return the key of step ``first`` after S steps, without one step's decay and with all."""
+        """Return the key of step ``first``, decayed by all of S steps but one, and by all steps."""
         logs = self.log_decay[:, between.start : between.stop]
         before = logs.cumsum(1).roll(1, 1)  # a difference of sums would cancel a reset
         before[:, :1] = 0

@@ -170,7 +170,7 @@ def finish(row: Tensor, query: Tensor) -> Tensor:
 
 
 def min_max(x: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Scale each example to [0, 1] over entries where ``keep`` is True; a constant becomes 0."""
+    """Scale each example to [0, 1] over entries where ``keep`` is True; equal entries become 0."""
     dims: Sequence[int] = range(1, x.dim())
     low = x if keep is None else x.masked_fill(~keep, torch.inf)
     high = x if keep is None else x.masked_fill(~keep, -torch.inf)

@@ -61,7 +61,7 @@ class SpanParts:
 
     @property
     def outputs(self) -> Tensor:
-        """The sum of each span's relevance (S,), which is the explained value for exact methods."""
+        """The sum of contributions to each span (S,): for exact methods, the explained value."""
         return self.hops[0].total
 
     @property

@@ -107,7 +107,7 @@ class AltiShares:
 
 
 def _share(output: Tensor, vectors: Tensor) -> Tensor:
-    """Return unscaled shares relu(sum of |y| - |y - T|) of ``vectors`` T in y; T = 0 gives 0."""
+    """Return unscaled shares relu(sum |y| - |y - T|) of ``vectors`` T in ``output`` y."""
     return (output.abs() - (output - vectors).abs()).sum(-1).relu()
 
 

@@ -180,7 +180,7 @@ def _own_function(module: Any, u: Any, ratio: Tensor) -> Function:
 
 
 def _split_conv(parts: Sequence[Operator]) -> tuple[ShortConv | None, Sequence[Operator]]:
-    """Split off the outermost operator if it is a convolution; else return None and all."""
+    """Split off the outermost operator if it is a convolution; else return None and ``parts``."""
     first = parts[0] if parts else None
     return (first, parts[1:]) if isinstance(first, ShortConv) else (None, parts)
 
