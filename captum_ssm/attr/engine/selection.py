@@ -80,7 +80,7 @@ def selection_factors(
 
 
 class _Selected(NamedTuple):
-    """A scan's step dt (B, L, H), rate A (H, N or 1), key B and query C (B, L, [groups,] N)."""
+    """A scan's step dt (B, L, H), rate (H, N or 1), and key and query (B, L, [groups,] N)."""
 
     step: Tensor
     rate: Tensor

@@ -41,11 +41,11 @@ class Row(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Hop:
-    """The relevance for S explained spans after some hops; it sums to the spans' outputs.
+    """The relevance for S explained spans after some hops, which sums to the spans' outputs.
 
     Attributes:
         prompt: relevance of each prompt token (S, P).
-        text: relevance of each token of the generated text (S, n), to be passed on.
+        text: relevance of each token of the generated text (S, n), for the next hop.
         unresolved: relevance (S, n) left on generated tokens whose rows have too small sums.
         constants: relevance of constants and of tokens that the model inserts (S,).
     """

@@ -21,7 +21,7 @@ from .prompt import Prompt
 @part
 @dataclass(frozen=True, eq=False)
 class SpanHop:
-    """The relevance for S explained spans after some hops; it sums to the spans' outputs.
+    """The relevance for S explained spans after some hops, which sums to the spans' outputs.
 
     Attributes:
         prompt: relevance of each feature of the prompt (S, n_in).

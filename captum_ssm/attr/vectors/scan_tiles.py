@@ -51,7 +51,7 @@ class ScanRows:
     """The matrix of each channel, the product ``outer (scan + skip) shares``.
 
     Args:
-        scan: the scan, with B and C common to all heads.
+        scan: the scan, with ``b`` and ``c`` common to all heads.
         shares: for each lag k >= 0, the scan's input at token t due to token t - k, (B, L, H).
         outer: diagonal factors after the scan, (B, L, H).
         skip: diagonal factors added to the scan, broadcastable to (B, L, H).
