@@ -48,7 +48,7 @@ def hf_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def _linearize(module: Any, received: _AttentionCall, factor: Tensor) -> LinearMixer:
-    """Return the mixer from arguments of the attention function and a gate (B, L, H P)."""
+    """Return the mixer, given the attention function's arguments and the gate (B, L, H P)."""
     pairs, gated = _pairs(module, received), ("gate", type(module))
     if pairs is not None and are_noted(factor):
         read_pairs(pairs, gated, lambda: (factor == 1).all())
@@ -63,8 +63,8 @@ def _linearize(module: Any, received: _AttentionCall, factor: Tensor) -> LinearM
 def _is_one(factor: Tensor, kind: Hashable) -> bool:
     """Return True if the gate is one everywhere, because the module has no gate.
 
-    On a GPU the result is read only for the first module of a kind.  If it is True there, it is
-    assumed for the others and checked at the end of the call.
+    On a GPU the result is read only for the first module with this ``kind``.  If that result is
+    True, later modules assume True, which is checked at the end of the call.
     """
     ones = (factor == 1).all()
     if not are_noted(factor):
@@ -117,7 +117,7 @@ def qwen4_exp_attention(module: Any, call: Call) -> LinearMixer:
 
 
 class _Picked(nn.Module):
-    """A replacement of an indexer module, which returns tokens that were already picked."""
+    """A replacement of an indexer module; it returns the tokens that the indexer picked before."""
 
     def __init__(self, picked: Tensor) -> None:
         super().__init__()
@@ -380,7 +380,10 @@ def _pairs(module: Any, received: _AttentionCall) -> Tensor | None:
 
 
 def _prepared(name: str, submodule: nn.Module | None, like: Tensor) -> nn.Module | None:
-    """Return a submodule for the copied mixer: the identity for output projections and dropout."""
+    """Return the submodule to use when the recorded call runs again, in the dtype of ``like``.
+
+    Output projections and dropout are replaced with the identity.
+    """
     if name in _OUTPUTS or isinstance(submodule, nn.Dropout):
         return nn.Identity()
     return None if submodule is None else widened(submodule, like)

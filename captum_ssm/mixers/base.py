@@ -215,7 +215,7 @@ def in_batch(sequence: Tensor) -> Tensor:
 
 
 def joined_end_to_end(sequences: Tensor, mask: Tensor | None) -> Tensor:
-    """Concatenate sequences (B, L, E), without padding, to a batch of one sequence."""
+    """Drop the padding of sequences (B, L, E), and concatenate them to a batch of one sequence."""
     return (sequences.flatten(0, 1) if mask is None else sequences[mask])[None]
 
 

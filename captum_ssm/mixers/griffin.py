@@ -39,10 +39,10 @@ def recurrent_gemma(module: Any, call: Call) -> LinearMixer:
 
 
 def sdpa_attention(module: Any, call: Call) -> LinearMixer:
-    """Linearize RecurrentGemmaSdpaAttention in transformers 4; refuse long inputs.
+    """Linearize RecurrentGemmaSdpaAttention in transformers 4; refuse inputs beyond its window.
 
-    Beyond its window the module attends to all tokens without a cache, and to wrong tokens with a
-    cache.
+    For such long inputs the module attends to all tokens without a cache, and to wrong tokens with
+    a cache.
     """
     linear = hf_attention(module, call)
     window = module.config.attention_window_size

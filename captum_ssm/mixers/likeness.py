@@ -9,9 +9,9 @@ from torch import nn
 
 from .table import BUILT_IN
 
-#: Names of a mixer's parameters, and of submodules with parameters; and the classes that have
-#: exactly these (tests compare them with instances).  A class has several rows if its parts depend
-#: on its configuration, and its full name if several classes have the same name.
+#: Names of a mixer's parameters and of its submodules with parameters, and the classes that have
+#: exactly these names (tests compare them with instances).  A class has several entries if its
+#: configuration changes the names.  Classes with equal names are listed by full name.
 PARTS = {
     "A_log D conv1d dt_proj in_proj out_proj x_proj": (
         "MambaMixer FalconMambaMixer Mamba VimMixer mambapy.mamba.MambaBlock"
@@ -109,11 +109,11 @@ def parts_of(module: nn.Module) -> frozenset[str]:
 
 
 def nearest(name: str, parts: frozenset[str]) -> list[str]:
-    """Return full names of built-in classes with the given parts, most similar name first.
+    """Return full names of built-in classes with exactly these parts, most similar name first.
 
     Args:
         name: class name of the unknown mixer.
-        parts: names of the unknown mixer's parts, from :func:`parts_of`.
+        parts: names of the unknown mixer's parameters and submodules, from :func:`parts_of`.
     """
     known = next((names for row, names in PARTS.items() if parts == set(row.split())), "").split()
     known.sort(key=lambda other: (_last(other) != name, -_likeness(name, _last(other))))
@@ -126,7 +126,7 @@ def _last(path: str) -> str:
 
 
 def _likeness(name: str, other: str) -> float:
-    """Return the similarity of class names without endings like Mixer, or 0 if at most 1/2."""
+    """Return how similar class names without endings like Mixer are, or 0 if at most 1/2."""
     one, another = (re.sub("(Attention|Mixer|Layer|Block)$", "", x) for x in (name, other))
     ratio = SequenceMatcher(None, one, another).ratio()
     return ratio if ratio > 0.5 else 0.0

@@ -105,7 +105,7 @@ def selection(
     called_dt: bool = True,
     norm: Callable[[Any, Selected], Selected] | None = None,
 ) -> Selected:
-    """Return the parameters dt (B, L, D), B and C (B, L, N) of a scan of the values ``path.now``.
+    """Return step sizes (B, L, D), input vectors and output vectors (B, L, N) for ``path.now``.
 
     Args:
         path: the values after the activation, as a :class:`.Path`.

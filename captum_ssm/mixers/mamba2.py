@@ -132,7 +132,7 @@ def _simple(
     learned: bool,
     fused: bool,
 ) -> LinearMixer:
-    """Linearize Mamba2Simple or Mamba2Block; the norm has groups only if ``fused``."""
+    """Linearize Mamba2Simple or Mamba2Block; without ``fused``, the norm ignores ``groups``."""
     refuse_packed(call, seq_idx=1)
     projected, initial = run(module.in_proj, entering(module, call)), None
     if learned:
@@ -161,7 +161,7 @@ def scanned(
 
     Args:
         module: the mixer; its conv1d, act, dt_bias, A_log and D are used.
-        projected: output of in_proj: z, x, B, C and dt (B, L, 2 D + 2 G N + H).
+        projected: output of in_proj (B, L, 2 D + 2 G N + H): z, x, vectors B and C, and dt.
         mask: True for real tokens (B, L), or None.
         groups: number of groups of heads that share B and C, G.
         dt_limit: smallest and largest dt.
@@ -205,7 +205,7 @@ def gate_and_norm(path: Path, z: Tensor, norm: Any, groups: int, before: bool = 
 
 
 def _initial_constant(initial: Tensor, query: Tensor, log_decay: Tensor, shape: Shape) -> ShortConv:
-    """Return x + (all decays up to t) query[t] . initial, the constant of initial states."""
+    """Return x + (all decays up to t) query[t] . initial, the constant that initial states add."""
     query = query.repeat_interleave(shape.heads // query.shape[2], 2)
     read = torch.einsum("blhn,hpn->blhp", query, initial.to(query))
     constant = doubled(log_decay).cumsum(1).exp().to(read)[..., None] * read

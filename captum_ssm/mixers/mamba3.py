@@ -97,7 +97,7 @@ def _scan(
     path: Path,
     groups: int,
 ) -> Operator:
-    """Return the operator alpha of the module's docstring, from parts of in_proj's output.
+    """Return the operator alpha of the module's docstring, given slices of in_proj's output.
 
     A token's scale includes the next step in entries below the diagonal, but not on the diagonal.
     So each query reads the scan after the previous token, and the diagonal is a separate term.

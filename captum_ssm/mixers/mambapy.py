@@ -93,7 +93,7 @@ def deeptab_block(module: Any, call: Call) -> LinearMixer:
 def _direction(
     path: Path, module: Any, names: str = "{}", act: Callable[[Tensor], Tensor] = F.silu
 ) -> Path:
-    """Apply convolution, activation and scan of one direction; ``names`` is as "{}_fwd"."""
+    """Apply one direction; ``names`` is the format of its parameters' names, such as "{}_fwd"."""
     return _scan(path.conv(getattr(module, names.format("conv1d"))).act(act), module, names)
 
 

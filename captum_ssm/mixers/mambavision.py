@@ -1,4 +1,4 @@
-"""MambaVision's mixer and attention, which are called on windows of a two-dimensional map.
+"""MambaVision's mixer and attention, which are called on windows of a 2-D grid of patches.
 
     x, z = in_proj(h)                  u = conv_x(x)              s = conv_z(z)
     t, B, C = x_proj(SiLU(u))          dt = softplus(W t + 2 b)   A = -exp(A_log)
@@ -9,9 +9,9 @@ in_proj: z is not a gate but the second half of the channels, with a convolution
 but no scan.  Both convolutions read tokens on either side.  The package adds b, the bias of
 dt_proj, twice.
 
-Modules of a MambaVisionLayer receive the windows of a map as a batch.  The operators act on the
-whole map: one matrix for all tokens, with a block for each window.  Windows at the map's lower and
-right edges are padded.  The contribution of padding is a constant in every layer, even if an
+Modules of a MambaVisionLayer receive the grid's windows as a batch.  The operators act on the whole
+grid: one matrix for all tokens, with a diagonal block for each window.  Windows at the grid's lower
+and right edges are padded.  The contribution of padding is a constant in every layer, even if an
 earlier layer mixed tokens into the padding.
 """
 
@@ -73,7 +73,7 @@ def _scan(module: Any, activated: Tensor) -> SelectiveScan:
 
 
 def _on_the_map(linear: LinearMixer, call: Call) -> LinearMixer:
-    """Convert a mixer that was called on windows of a map to a mixer of the whole map."""
+    """Convert a mixer that was called on windows of a grid to a mixer of the whole grid."""
     layer: Any = next((m for m in call.around if hasattr(m, "window_size")), None)
     if layer is None:  # called without a layer around it
         return linear

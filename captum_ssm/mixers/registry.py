@@ -35,7 +35,7 @@ _MIXER_NAME = re.compile(
     r"(?<!FeedForward)$"
 )
 
-#: A package that exports only mixers; some names, such as Raven and MoBA, do not match the pattern.
+#: A package that exports only mixers, also with names that do not match the pattern (Raven, MoBA).
 _MIXERS = "fla.layers"
 
 

@@ -48,7 +48,7 @@ from .parts.common import as_heads, frozen, linear, run
 from .parts.common import entering as entering_of
 from .path import Path
 
-#: The logarithm of a decay is this number times a sigmoid.
+#: The logarithm of a decay is this constant times a sigmoid.
 _LOG_DECAY = -math.exp(-0.5)
 
 

@@ -68,7 +68,7 @@ VERSIONS = {
     "deeptab": "2.1.0",
 }
 
-#: The abilities that models with some mixers lack, by an option of the table.
+#: What models with some mixers do not support, and the reason, by an option of :data:`_TABLE`.
 _LACKS: dict[str, Mapping[Ability, str]] = {
     "both ways": {"generated text": "reads both ways"},
     "images": {"generated text": "reads images"},

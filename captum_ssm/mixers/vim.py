@@ -51,7 +51,7 @@ def published_fork(module: Any, call: Call) -> LinearMixer:
 
 
 def _check_both_directions(module: Any, mixer: LinearMixer, output: Tensor) -> None:
-    """Refuse a module that did not compute both directions, as some copies of the fork."""
+    """Refuse a module that did not compute both directions, like some copies of the fork."""
     with torch.no_grad():
         rebuilt = mixer.output()
         difference = (rebuilt - output.to(rebuilt)).abs().max()
@@ -65,7 +65,7 @@ def _check_both_directions(module: Any, mixer: LinearMixer, output: Tensor) -> N
 
 
 def _linearize(module: Any, projected: Tensor, called: bool) -> LinearMixer:
-    """Return the mixer from x and z (B, L, 2 D); :func:`direction` explains ``called``."""
+    """Return the mixer, given x and z (B, L, 2 D); ``called`` is as in :func:`direction`."""
     x, z = projected.chunk(2, -1)
     path, ahead = Path(x), partial(direction, module=module, called=called)
     # the attribute's name differs between published copies

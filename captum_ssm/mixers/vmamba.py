@@ -71,7 +71,7 @@ def _scans(module: Any, path: Path, size: tuple[int, int]) -> list[Operator]:
 
 
 def _reduction(call: Call, size: tuple[int, int]) -> Reduction | None:
-    """Return the convolution to the next, coarser map, or None if there is none."""
+    """Return the down-sampling convolution to the next, coarser map, or None after the last map."""
     stage: Any = next((m for m in call.around if hasattr(m, "downsample")), None)
     if stage is None:
         return None

@@ -60,7 +60,7 @@ from .base import Call, LinearMixer
 from .parts.common import activation_ratio, as_heads, entering, frozen, run
 from .path import Path
 
-#: Number that the cell of xLSTMLMModel adds to the normalizer.
+#: Constant that the cell of xLSTMLMModel adds to the normalizer.
 _EPS = 1e-6
 
 

@@ -83,7 +83,7 @@ class Mixing(Enum):
     """How an operator mixes tokens: the classes of theorem 1 of the hidden-attention paper.
 
     The theorem classifies a layer by whether its token mixing depends on the data.  The class
-    depends on the types of an operator's parts, not on the numbers in them.  Several fixed mixings
+    depends on the types of an operator's parts, not on their values.  Several fixed mixings
     with gates between them are data-controlled.  So is a recurrence whose decays depend on the
     data: the weight of token j for token i depends on the tokens between.  A padding mask does not
     count as data.

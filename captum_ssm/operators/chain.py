@@ -146,10 +146,10 @@ class Chain(Composite):
         return Chain(*(part.per_channel() for part in self.parts))
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
-        """Compute the strip after turning diagonals and short convolutions at the ends into bands.
+        """Compute rows of left . product . band, summed over channels; see :class:`.Operator`.
 
-        Usually one part is left, such as a recurrence, and its fast method computes the strip. If
-        several parts are left, the generic method does.
+        Diagonals and short convolutions at the product's ends are multiplied into ``left`` and
+        ``band``. If one part remains, such as a recurrence, its fast method computes the rows.
         """
         outer, inner = self.parts[0], self.parts[-1]
         if isinstance(outer, Permute):
@@ -171,10 +171,10 @@ class Chain(Composite):
         return sum_strips(self._by_blocks(left, band, rows), rows)
 
     def _by_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[Strip]:
-        """Yield a strip for each block of heads, so that the factors of a block stay small.
+        """Yield strips whose sum is the result, one per block of heads, to save memory.
 
-        The strips are to be summed. A block has at least half as many heads as there are rows,
-        because each strip costs time to allocate and to add.
+        A block has at least half as many heads as there are rows, because each strip costs time
+        to allocate and to add.
         """
         batch, tokens, heads, per_head = self.shape
         most = at_a_time(_FACTOR_ELEMENTS, self.device) // (batch * tokens)
@@ -191,7 +191,7 @@ class Chain(Composite):
             yield of_part._strip_of_core(left[:, :, part.start : part.stop], some, rows, False)
 
     def _strip_of_core(self, left: Tensor, band: Band, rows: range, by_head: bool) -> Strip:
-        """Return the strip of outer band . core . inner band, computed from strips of the core."""
+        """Compute :meth:`entries` of outer band . core . inner band, where the core is one part."""
         outer, middle, inner = self._bands(band)
         if len(middle) > 1:
             return super().entries(left, band, rows, by_head)
@@ -214,11 +214,7 @@ class Chain(Composite):
         return Chain(*parts) if parts else Diagonal(self._ones(1, 1, 1, 1), self.shape)
 
     def _bands(self, inner: Band) -> tuple[Band, list[Operator], Band]:
-        """Return the outer parts as one band, the middle parts, and the inner parts as one band.
-
-        Args:
-            inner: the band to the right of all parts; it is multiplied into the inner band.
-        """
+        """Return the outer parts as a band, the middle parts, and inner parts . inner as a band."""
         middle = list(self.parts)
         while middle and (combined := middle[-1].after_band(inner)) is not None:
             inner = combined
@@ -257,7 +253,7 @@ def _mean_at_once(parts: Sequence[Operator], x: Tensor, transposed: bool) -> Ten
 
     Args:
         parts: the factors of the product; the last one acts first.
-        x: one number per token (B, L).
+        x: one value per token (B, L).
         transposed: whether to use the adjoint.
     """
     shape = parts[0].shape

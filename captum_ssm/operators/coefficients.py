@@ -46,7 +46,7 @@ def live_coefficients(operator: Operator) -> dict[tuple[Operator, str], Tensor]:
 
 
 def _holders(operator: Operator) -> Iterator[Operator]:
-    """Yield the parts of an operator that have coefficients: leaves, and composites like WKV."""
+    """Yield the operators with coefficients in ``operator``: leaves, and composites like WKV."""
     if isinstance(operator, Composite) and not operator.roles:
         for part in operator.parts:
             yield from _holders(part)

@@ -25,7 +25,7 @@ Lag: TypeAlias = int | tuple[int, int]
 class ShortConv(Operator):
     """A convolution of a few taps: y[t] = sum over k of weight[..., k] x[t - lags[k]] + bias[t].
 
-    Tokens beyond the ends are zero.  The tokens may also be the rows of a two-dimensional map.
+    Tokens beyond the ends are zero.  The tokens may also form a two-dimensional map, row by row.
 
     Args:
         weight: filters (H, P, K), one weight for each of the K taps.
@@ -105,7 +105,7 @@ class ShortConv(Operator):
         return out
 
     def _without_delay(self, x: Tensor) -> tuple[Tensor, dict[Lag, Tensor]]:
-        """Return ``x`` times the tap of lag 0 (zeros without one), and the other taps by lag."""
+        """Return ``x`` times the weights at lag 0 (or zeros), and the weights at all other lags."""
         others = dict(self._weights())
         weight = others.pop((0, 0) if self.width is not None else 0, None)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -116,7 +116,7 @@ class ShortConv(Operator):
         return x if self.width is None else torch.unflatten(x, -3, (-1, self.width))
 
     def _overlap(self, lag: Lag) -> tuple[Places, Places]:
-        """Return indices of a tap's input tokens and output tokens for :meth:`_laid_out`."""
+        """Return indices of a tap's input and output tokens, for tensors from :meth:`_laid_out`."""
         tokens = self.shape.tokens
         if isinstance(lag, tuple):
             assert self.width is not None
@@ -152,9 +152,9 @@ class ShortConv(Operator):
         return Chain(self).entries(left, band, rows, by_head)
 
     def by_lag(self) -> dict[int, Tensor]:
-        """Return weights by lag in tokens, (H, P), or (L, H, P) if the tokens form a map.
+        """Return a dict from lags, in tokens, to the taps' weights (H, P).
 
-        In a map a weight is zero for tokens whose tap would cross the end of their row.
+        If the tokens form a map, weights are per token, (L, H, P), and zero beyond a row's ends.
         """
         found: dict[int, Tensor] = {}
         for lag, weight in self._weights().items():
@@ -179,7 +179,7 @@ class ShortConv(Operator):
 
 
 class _Stream:
-    """A causal convolution, or the adjoint; each call maps and stores the next few tokens."""
+    """A causal convolution, or its adjoint, that maps a few tokens per call and stores the last."""
 
     def __init__(self, conv: ShortConv, taps: dict[int, Tensor], transposed: bool) -> None:
         self.transposed = transposed

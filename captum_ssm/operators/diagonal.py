@@ -28,8 +28,8 @@ class Diagonal(Operator):
         data_dependent: whether the factors depend on the input. Default: None, True if ``weight``
             has a factor for each example or each token.
         at_rest: value of a gate at zero gate input, such as 0.5 for a sigmoid. Rules that divide
-            relevance among a mixer's factors use it as the gate's reference. One number, or one for
-            each channel (1, 1, H, P). Default: 0.0, the value of SiLU at zero.
+            relevance among a mixer's factors use it as the gate's reference. A scalar, or one value
+            for each channel (1, 1, H, P). Default: 0.0, the value of SiLU at zero.
 
     Example:
         >>> import torch
@@ -110,11 +110,7 @@ class Diagonal(Operator):
         return chosen
 
     def reordered(self, order: Tensor) -> Diagonal:
-        """Return the diagonal in which token t has the factor of this diagonal's ``order[t]``.
-
-        Args:
-            order: a permutation of the tokens (L,).
-        """
+        """Return the diagonal whose token t has this diagonal's factor of token ``order[t]``."""
         if self.weight.shape[1] == 1:
             return self
         return self._with(self.weight.index_select(1, order))
@@ -124,7 +120,7 @@ class Diagonal(Operator):
 
         Args:
             positions: positions of the product's rows.
-            weight: factors of the product's rows, broadcastable to (Q, B, 1, H, P); None for none.
+            weight: factors of the product's rows, broadcastable to (Q, B, 1, H, P); None for 1.
 
         Returns:
             The positions and factors of the inner operator's rows.

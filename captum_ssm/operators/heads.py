@@ -80,7 +80,7 @@ class HeadOperator(Operator):
         return self.transpose(unit.expand(-1, *self.shape[:3], 1))
 
     def _one_channel(self, x: Tensor) -> Tensor:
-        """Expand ``x`` (B, L) to (B, L, H, 1): one channel per head, because all share a matrix."""
+        """Expand ``x`` (B, L) to one channel per head (B, L, H, 1); channels share the matrix."""
         return x[..., None, None].expand(*self.shape[:3], 1)
 
 
@@ -139,7 +139,7 @@ class DenseHeads(HeadOperator):
         return Operator.mean_rmatvec(self, r)
 
     def _mean_forward(self, x: Tensor) -> Tensor:
-        """Return the mean over heads of matrices @ x, from one product, which is faster."""
+        """Return the mean over heads of matrices @ x, from one fast product for all heads."""
         found = matmul(self.matrices.flatten(1, 2), x[..., None]).squeeze(-1)  # (B, H L)
         return torch.unflatten(found, -1, (self.shape.heads, -1)).mean(1)
 
@@ -396,7 +396,7 @@ class HeadCentering(Operator):
 def common_to_channels(left: Tensor, right: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
     """Return factors (B, L, H) that replace ``left`` and ``right`` in sums over a head's channels.
 
-    Returns None if both arguments differ between channels: then no such factors exist.
+    Returns None if ``left`` and ``right`` both differ between the channels of a head.
     """
     left, right = _unexpanded(left), _unexpanded(right)
     if left.shape[-1] > 1 and right.shape[-1] > 1:

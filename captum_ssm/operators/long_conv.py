@@ -135,7 +135,7 @@ class LongConv(Operator):
     def _toeplitz(
         self, weight: Tensor, rows: range, columns: range, by_column: bool = False
     ) -> Tensor:
-        """Sum weight[i, c] kernel_c[i - j] over channels; ``by_column`` takes weight[j, c]."""
+        """Sum weight[i, c] kernel_c[i - j] over channels c; weight[j, c] if ``by_column``."""
         batch, _, heads, per_head = self.shape
         along = columns if by_column else rows
         if weight.shape[1] > 1:

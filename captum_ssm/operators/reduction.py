@@ -88,7 +88,7 @@ def discard_smallest(ratio: float) -> Callable[[Tensor], Tensor]:
 #: returns larger memory to the system, and getting it back page by page is slow.
 _ELEMENTS = 2**21
 
-#: Functions of reductions that can be applied pair by pair: over a dimension, and of two tensors.
+#: Reductions that can be accumulated: a function over a dimension, and a function of two tensors.
 _PAIRWISE: dict[Reduce, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "max": (torch.amax, torch.maximum),
     "min": (torch.amin, torch.minimum),

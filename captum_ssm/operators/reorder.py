@@ -107,11 +107,7 @@ class Permute(Operator):
         return Strip(strip.entries.index_select(-2, read), rows, strip.columns)
 
     def columns_of_strip(self, strip: Strip) -> Strip:
-        """Return the same rows of the product matrix . Permute.
-
-        Args:
-            strip: rows of the matrix.
-        """
+        """Return rows of the product matrix . Permute, given the same rows of the matrix."""
         columns = _as_range(self.on_host[strip.columns.start : strip.columns.stop])
         if columns is None:
             tokens = self.shape.tokens

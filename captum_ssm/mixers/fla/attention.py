@@ -39,7 +39,10 @@ from .common import entering, projected, rotated
 
 
 def fla_attention(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's Attention; windows count real tokens, and rotations count all tokens."""
+    """Linearize fla's Attention: softmax attention with rotated queries and keys.
+
+    With padding, the window counts only real tokens, but rotations count padded tokens, too.
+    """
     hidden, mask = entering(module, call)
     q = as_heads(run(module.q_proj, hidden), module.num_heads)
     k, v = (as_heads(run(p, hidden), module.num_kv_heads) for p in (module.k_proj, module.v_proj))

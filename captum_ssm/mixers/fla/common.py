@@ -38,8 +38,8 @@ def entering_unpadded(
     Args:
         module: the layer.
         call: the layer's recorded call.
-        skips: name of the layer's part that skips padding between tokens. Default: None, the short
-            convolution if the layer has one.
+        skips: name of the submodule that would skip padding between real tokens, for the error.
+            Default: None, the short convolution if the layer has one.
     """
     hidden, mask = entering(module, call)
     if mask is None:
@@ -62,7 +62,7 @@ def projected(
 
     Args:
         module: the layer; its ``{name}_proj`` and ``{name}_conv1d`` are used.
-        name: prefix of the parts' names, such as ``"q"``.
+        name: prefix of the submodules' names, such as ``"q"``.
         hidden: input of the layer (B, L, E).
         silu: whether to apply SiLU if there is no convolution. Default: False.
         mask: True for real tokens (B, L); the convolution's input is zero at other tokens.
@@ -101,7 +101,7 @@ def value_path(
         hidden: input of the layer (B, L, E).
         mask: True for real tokens (B, L), or None.
         per_head: number of value channels of a head, P.
-        name: prefix of the parts' names. Default: ``"v"``.
+        name: prefix of the submodules' names. Default: ``"v"``.
         repeat: number of neighboring heads that share the values of one head. Default: 1.
         silu: whether to apply SiLU even without a convolution that has an activation. Default:
             False.

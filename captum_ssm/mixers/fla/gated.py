@@ -47,7 +47,7 @@ from ..parts.common import as_heads, projection, run, zeroed
 from ..path import Path
 from .common import entering, entering_unpadded, projected, value_path
 
-#: eps in the norms of HGRN2 and GSA, and of LightNet; these layers ignore the eps of their modules.
+#: eps of the norms in HGRN2 and GSA, and in LightNet, whose code ignores the eps of norm modules.
 _EPS, _LIGHTNET_EPS = 1e-5, 1e-6
 #: LightNet's k at padded tokens, and z before the first token; exp(-1e4) is negligible.
 _NOTHING = -1e4
@@ -77,7 +77,7 @@ def fla_hgrn2(module: Any, call: Call) -> LinearMixer:
 
 
 def _log_forget(module: Any, f: Tensor, call: Call) -> Tensor:
-    """Return the logarithm of the forget gate, above a lower bound except in the first layer."""
+    """Return log forget gates; except in the first layer, the gates are above ``lower_bound``."""
     log_f = F.logsigmoid(f)
     bound = call.argument("lower_bound", 5)
     if bound is None or not module.layer_idx > 0:

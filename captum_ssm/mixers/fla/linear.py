@@ -77,7 +77,7 @@ def fla_gla(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_simple_gla(module: Any, call: Call) -> LinearMixer:
-    """Linearize SimpleGatedLinearAttention, which has outputs at padded tokens."""
+    """Linearize SimpleGatedLinearAttention, which, unlike GLA, does not remove padded tokens."""
     hidden, mask = entering(module, call)
     features = module.feature_map_fn or (lambda x: x)
     q, k = (features(projected(module, name, hidden, mask=mask)) for name in "qk")

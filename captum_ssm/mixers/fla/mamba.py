@@ -45,7 +45,7 @@ def fla_mamba(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_mamba2(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's Mamba2; refuse n_groups for which layer and kernels differ."""
+    """Linearize fla's Mamba2; refuse n_groups for which its CPU code differs from its GPU code."""
     hidden, mask = entering(module, call)
     if not (hidden.is_cuda and sys.modules[type(module).__module__].is_fast_path_available):
         hidden = zeroed(hidden, mask)

@@ -28,7 +28,7 @@ from ..base import Call, LinearMixer
 from ..parts.common import as_heads, run, unit, zeroed
 from .common import closing, entering_unpadded, projected, value_path
 
-#: Number added to the denominators of the solver.
+#: Constant added to the denominators of the solver.
 _EPS = 1e-5
 
 

@@ -218,7 +218,7 @@ def padding_mask(
         mask: the mask, broadcastable to (B, L).
         x: the sequence (B, L, E).
         kind: class of the module that computed the mask from ``original``. Default: None.
-        original: the call's mask, whose memory address is the cache's key. Default: None, ``mask``.
+        original: the call's mask, under whose address results are cached. Default: None, ``mask``.
     """
     if mask is None:
         return None
@@ -301,7 +301,7 @@ def as_heads(x: Tensor, heads: int | None = None) -> Tensor:
 
 
 def masked(mask: Tensor | None, shape: Shape, like: Tensor) -> list[Operator]:
-    """Return a list with the operator that sets padded tokens to zero; empty without a mask."""
+    """Return a list of one operator that sets padded tokens to zero; an empty list without mask."""
     if mask is None:
         return []
     return [Diagonal(mask[:, :, None, None].to(like), shape, data_dependent=False)]

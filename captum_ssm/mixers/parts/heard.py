@@ -38,9 +38,9 @@ class SubmoduleRecord:
         self.given = given.detach()
         self.output: Tensor | None = None
         self.is_its_own = False
-        #: Versions of the input and the output; a later write to either changes its version.
+        #: Version counters of the input and the output; a later write to a tensor changes them.
         self._versions = _version(given), 0
-        #: During the call: the input, and the output with its version, both before other hooks.
+        #: During the call: the input, and the output with its counter, both before other hooks.
         self._entered: Any = given
         self._left: tuple[Any, int] = None, 0
 
@@ -136,7 +136,7 @@ def _are_equal(x: Tensor, given: Tensor) -> bool:
 
 
 def _is_product(module: nn.Module) -> bool:
-    """Return True if a module is a plain linear layer without a bias and backward hooks."""
+    """Return True if a module is a plain linear layer without a bias and without backward hooks."""
     return (
         type(module) is nn.Linear
         and module._parameters["bias"] is None
@@ -147,7 +147,7 @@ def _is_product(module: nn.Module) -> bool:
 
 
 class _RecordedProduct(torch.autograd.Function):
-    """Autograd function of x @ weight.T that returns a known result; only backward computes."""
+    """Autograd function of x @ weight.T: forward returns the recorded result, backward computes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, known: list[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from ...operators import Chain, DenseHeads, Operator, Shape, ShortConv
 from ...operators.heads import SoftmaxHeads
 from ...operators.kernels.truths import read_once
 
-#: A mask term of at most this number makes a score's exponential underflow, which hides the key.
+#: A mask term of at most this value makes a score's exponential underflow, which hides the key.
 _HIDDEN = -6e4
 
 
@@ -29,7 +29,7 @@ def softmax_attention(
         values: values (B, L, H, P).
         scaling: factor of the scores.
         mask: mask broadcastable to (B, H, L, L): boolean, True for visible pairs of query and key,
-            or numbers to add to the scores; None if all pairs are visible.
+            or terms to add to the scores; None if all pairs are visible.
 
     Returns:
         The operator, and a boolean (B, L), True for tokens visible to any query; None if all are.

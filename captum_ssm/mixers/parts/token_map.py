@@ -1,4 +1,4 @@
-"""Tokens of two-dimensional maps, for mixers that mix the whole map or windows of it."""
+"""Layouts of tokens in a 2-D map of patches, for mixers of the whole map or of its windows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from ...operators.reorder import Windows
 class Reduction:
     """A convolution from the tokens of a map to the tokens of a coarser map.
 
-    It mixes channels, so there is no matrix per channel; relevance only uses the receptive field.
+    The convolution mixes channels, so it has no matrix per channel.  Relevance is distributed over
+    its receptive field instead.
 
     Attributes:
         conv: the convolution, or any module with its kernel size, stride, padding and dilation.

@@ -41,7 +41,7 @@ def exponential_(x: Tensor) -> Tensor:
     return x.exp_() if x.is_cuda else x.mul_(BINARY).exp2_()
 
 
-#: Kinds of devices that have no float64.
+#: Types of torch devices that have no float64.
 WITHOUT_DOUBLE = frozenset({"mps"})
 
 
@@ -116,7 +116,7 @@ def underflow_flushed() -> Iterator[None]:
     """Return a context in which the calling thread's CPU flushes denormal numbers to zero.
 
     States that decay token by token soon underflow, and a CPU takes about a hundred cycles for each
-    operation on a denormal number.  Numbers below 1e-38 would make scans several times slower.
+    operation on a denormal number.  Values below 1e-38 would make scans several times slower.
     """
     if _is_flushed():
         yield
@@ -246,8 +246,8 @@ def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
 def fading_log_sums_at_once(scores: Tensor, log_decay: Tensor) -> Tensor:
     """Return :func:`fading_log_sums` from one cumulative logsumexp, in a few launches on a GPU.
 
-    It subtracts t log_decay from the score of token t.  These numbers grow with the number of
-    tokens, too large for float32, so callers pass float64.
+    The function subtracts t log_decay from the score of token t.  The results grow with the number
+    of tokens and would lose precision in float32, so callers pass float64.
     """
     faded = torch.arange(scores.shape[1], device=scores.device)[:, None] * log_decay  # (L, H)
     return torch.logcumsumexp(scores - faded, 1).add_(faded)

@@ -3,7 +3,7 @@
     S[t] = decay[t] S[t-1] + sum over w of k_w[t] v_w[t]^T,   y_r[t] = q_r[t] . S[t]
 
 There is one decay per head or per channel of the state.  Each chunk is split recursively into
-halves: the second half's output from the first half is a product of two thin factors.  A state is
+halves: the block from the first to the second half is a product of two thin matrices.  A state is
 carried from chunk to chunk.  All factors are products of decays, never quotients or differences of
 sums of logarithms.  Joining two halves has a custom backward, because autograd would copy the
 halves several times.
@@ -84,7 +84,7 @@ def attend(
     length = min(_TOKENS, 1 << (tokens - 1).bit_length())
 
     def cut(x: Tensor) -> Tensor:
-        """Split (B, L, R or W, H, N or P) into chunks (B, H, C, T, R or W, N or P)."""
+        """Split ``x``, such as (B, L, R, H, N), into chunks (B, H, C, T, R, N)."""
         x = F.pad(x, (0, 0, 0, 0, 0, 0, 0, -tokens % length))
         return torch.unflatten(x, 1, (-1, length)).permute(0, 4, 1, 2, 3, 5).contiguous()
 
@@ -107,7 +107,7 @@ def attend(
 def _by_halves(
     decay: Tensor, query: Tensor, key: Tensor, own: Tensor, late: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the matrix M of each run of T tokens, and the reads and writes at the run's ends.
+    """Return the matrix M of each run of T tokens, and the run's decayed queries and keys.
 
     For j < i, M[i, j] = query[i] . (product of decay[t] over j < t <= i, or j < t < i if ``late``)
     key[j].  Runs of 1, 2, 4, ... tokens are joined in pairs, so T is a power of two.
@@ -142,11 +142,11 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Joined(torch.autograd.Function):
-    """Join each pair of neighboring runs of tokens into one run.
+    """Autograd function for one step of :func:`_by_halves`, which joins neighboring runs in pairs.
 
-    Returns the products of the second run's reads and the first run's writes (..., runs / 2, rows,
-    columns), then the reads, writes and decays of the joined run.  Numbers that decays make too
-    small are set to zero, in the gradients as well.
+    Returns the second runs' decayed queries times the first runs' decayed keys (..., runs / 2,
+    rows, columns), then the decayed queries, the decayed keys and the decays of the joined runs.
+    If decays are tiny, results and gradients below :func:`_least` are set to zero.
     """
 
     @staticmethod
@@ -179,14 +179,14 @@ class _Joined(torch.autograd.Function):
 def _least(x: Tensor) -> float:
     """Return the magnitude below which :func:`_scaled` returns zero, 8e-25 in float32.
 
-    Products of smaller numbers can be denormal, and CPUs are slow with denormal numbers.
+    Products of smaller factors can be denormal, and CPUs are slow with denormal numbers.
     """
     kind = torch.finfo(x.dtype)
     return kind.tiny / kind.eps**2
 
 
 def _scaled(x: Tensor, factor: Tensor, fades: bool) -> Tensor:
-    """Return x * factor, with zero for numbers below :func:`_least` if ``fades``."""
+    """Return x * factor; with ``fades``, set entries below :func:`_least` to zero."""
     out = x * factor
     return F.hardshrink(out, _least(x)) if fades else out
 

@@ -34,7 +34,7 @@ def overlap(tokens: int, lag: int) -> tuple[slice, slice]:
 
 
 def convolve_band(taps: dict[int, Tensor], band: Band, tokens: int) -> Band:
-    """Return the band conv . band; ``taps`` are the weights (H, P) or (L, H, P) of conv, by lag."""
+    """Return convolution . band as a band; ``taps`` are the convolution's weights by lag."""
     out: Band = {}
     for lag, weight in taps.items():
         for inner, factor in band.items():

@@ -4,9 +4,9 @@ For two neighboring chunks, with reads and writes as in :class:`.Chunk`,
 
     alpha[second, first] = second.reads . transposed first.writes
 
-is a tile of rank N.  The two chunks together are one longer chunk, whose reads and writes are
-computed from the two chunks' reads and writes.  Joining chunks in pairs, level by level, expresses
-all tiles of a matrix as products of two thin factors.
+is a submatrix (tile) of rank N.  The two chunks together are one longer chunk, whose reads and
+writes are computed from the two chunks' reads and writes.  Joining chunks in pairs, level by level,
+expresses all tiles of a matrix as products of two thin factors.
 
 :takes: the chunks of all tokens up to the last row, and row and column factors (B, H, L, P).
 :gives: the matrix of every head (B, H, L, L), or the last R rows of the sum over heads (B, R, L).
@@ -35,14 +35,14 @@ _TILE_ELEMENTS = 2**18
 
 
 class _Span(NamedTuple):
-    """A run of tokens: reads of the state before it, and writes to the state after it."""
+    """A run of tokens, with factors that read the state before it and write the state after it."""
 
     tokens: slice
     reads: Tensor
     writes: Tensor
 
 
-#: Function of a tile's rows and columns, the rows' reads and the columns' writes.
+#: Function to call for a tile, with its rows, its columns, the rows' reads, the columns' writes.
 WriteTile = Callable[[slice, slice, Tensor, Tensor], None]
 
 
@@ -59,7 +59,7 @@ def chunks_up_to(chunk_of: ChunkOf, rows: range, each: int) -> list[Chunk]:
 
 
 def _by_head(chunk: Chunk) -> Chunk:
-    """Multiply ``faded`` into the chunk's reads and writes, which become per head."""
+    """Multiply the chunk's ``faded`` factors into reads and writes, which then are per head."""
     if chunk.faded is None:
         return chunk
     heads = chunk.within.shape[1]
@@ -73,7 +73,7 @@ def _by_head(chunk: Chunk) -> Chunk:
 def _decay_chunks(decay: Tensor, rows: range) -> list[Chunk]:
     """Return the chunks of alpha[i, j] = product of decay[t] over j < t <= i, up to the last row.
 
-    Above the diagonal the matrices contain arbitrary numbers of at most 1. Do not write to them.
+    Above the diagonal the matrices contain arbitrary values of at most 1. Do not write to them.
     """
 
     def chunk(part: slice, length: int) -> Chunk:
@@ -84,7 +84,7 @@ def _decay_chunks(decay: Tensor, rows: range) -> list[Chunk]:
 
 
 def weigh(chunk: Chunk, left: Tensor, right: Tensor) -> Chunk:
-    """Return the chunk of left[i] alpha[i, j] right[j], for factors (B, H, L, 1) of all tokens."""
+    """Return the chunk with rows times ``left`` and columns times ``right``, both (B, H, L, 1)."""
     left, right = (
         torch.unflatten(x[:, :, chunk.tokens], 2, chunk.within.shape[2:4]) for x in (left, right)
     )
@@ -274,7 +274,7 @@ def _from(chunks: Sequence[Chunk], start: int) -> Sequence[Chunk]:
 
 
 def _less(tokens: slice, by: int) -> slice:
-    """Return the slice of the positions ``tokens - by``."""
+    """Return the slice ``tokens`` with ``by`` subtracted from its start and its stop."""
     return slice(tokens.start - by, tokens.stop - by)
 
 

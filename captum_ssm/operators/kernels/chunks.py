@@ -30,7 +30,7 @@ from .portions import evenly
 
 #: Number of tokens of a chunk.
 CHUNK = 64
-#: Number of tokens of a chunk for few vectors, which cost less than a long chunk's matrix.
+#: Number of tokens of a chunk for few vectors, for which a long chunk's matrix costs too much.
 SHORT = 32
 #: Largest number of vectors per head that counts as few.
 FEW = 8
@@ -47,8 +47,8 @@ class Chunk(NamedTuple):
         within: matrix of each chunk, from its values to its outputs (B, H, C, T, T).
         reads: query of each token for the state before its chunk (B, H, C, T, N).
         writes: key of each token in the state after its chunk (B, H, C, T, N).
-        carry: factor of the state from before to after a chunk: a matrix (B, H, C, N, N), a
-            diagonal (B, H, C, N, 1), or a number (B, H, C, 1, 1).
+        carry: factor by which a chunk multiplies the state: a matrix (B, H, C, N, N), a diagonal
+            (B, H, C, N, 1), or a scalar (B, H, C, 1, 1).
         faded: factors (B, H, C, T, 1) of the reads and of the writes; then reads and writes may be
             per group of heads (B, G, C, T, N). Default: None, no factors.
     """
@@ -110,7 +110,7 @@ class Steps(Protocol):
 
 
 class ChunkSteps:
-    """Steps from chunk to chunk of a recurrence whose carries are diagonals or numbers.
+    """Run a recurrence chunk by chunk; each chunk multiplies the state by a diagonal or a scalar.
 
     Args:
         chunk_of: function that computes the chunks of some tokens.

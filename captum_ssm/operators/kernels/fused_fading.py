@@ -9,8 +9,8 @@ of a tile is carried to the next.
 :takes: decays a (B, L, H), and vectors x (S, B, L, H), in any memory layout.
 :gives: y (S, B, L, H) in the dtype of x, or the adjoint's output for x, which runs from the last
     token to the first.
-:cost: one launch; log T multiplications with additions for each number, for tiles of T tokens. Each
-    number is read and written once.
+:cost: one launch; log T multiplications with additions for each element, for tiles of T tokens.
+    Each element is read and written once.
 :literature: Blelloch, Prefix Sums and Their Applications, 1990; for recurrences of networks, Martin
     and Cundy, Parallelizing Linear Recurrent Neural Nets Over Sequence Length, 2018.
 :naive version: ``kernels.recurrence``

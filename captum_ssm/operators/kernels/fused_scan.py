@@ -10,8 +10,8 @@ the backward scan.  With the outputs' gradients u, the state of the backward sca
 g[t] = C[t] u[t] + exp(dt[t+1] A) g[t+1].  Only one state h for every few tokens is stored; the
 backward scan recomputes the others.
 
-:takes: dt (B, L, H), A (H, N), B and C (B, L, N), per group (B, L, G, N), or per vector
-    (S, B, L, G, N), and vectors x (S, B, L, H), in any memory layout.
+:takes: dt (B, L, H), A as ``a`` (H, N), B and C as ``b`` and ``c`` (B, L, N), per group
+    (B, L, G, N), or per vector (S, B, L, G, N), and vectors x (S, B, L, H), in any memory layout.
 :gives: y (S, B, L, H) in the dtype of x, or the adjoint's output for x.
 :cost: one launch; for each of S B L H N states an exponential and log T multiplications with
     additions, for tiles of T tokens. Gradients take two launches and two sums, three times the
@@ -39,7 +39,7 @@ from .token_loop import ScanCoefficients
 
 #: Number of tokens, and of channels times states, in a program's tile.
 _TOKENS, _COLUMNS = 32, 64
-#: The same numbers for gradients; more channels per program mean fewer partial sums to write.
+#: The same sizes for gradients; more channels per program mean fewer partial sums to write.
 _PULLED_TOKENS, _PULLED_COLUMNS = 16, 256
 
 #: The module ``triton.language``, imported before a kernel is compiled.
@@ -83,7 +83,7 @@ def run(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: b
 
 
 def by_vector(shared: Tensor, stack: int) -> Tensor:
-    """Expand B or C to (S, B, L, G, N), for each of S vectors and each group, without a copy."""
+    """View ``b`` or ``c`` as (S, B, L, G, N), for each of S stacked vectors and G head groups."""
     if shared.dim() == 3:
         shared = shared[:, :, None]
     return shared.expand(stack, *shared.shape[-4:])
@@ -110,11 +110,11 @@ def kept(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
 
     Args:
         dt, a: coefficients of the scan; see the module's docstring.
-        b, c: vectors B and C for each stacked vector (S, B, L, G, N).
+        b, c: input and output vectors of the scan, for each stacked vector (S, B, L, G, N).
         x: the vectors (S, B, L, H).
 
     Returns:
-        The states (programs, S B, runs, columns); a column is a channel and a state index.
+        The states (programs, S B, runs, columns); a column is a pair of channel and state index.
     """
     block, blocks = blocks_of(x.shape[3] // b.shape[3], a.shape[1])
     runs = -(-x.shape[2] // _PULLED_TOKENS)
@@ -127,7 +127,7 @@ def kept(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
 def pulled(
     dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, up: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x and dt per vector, and of B and C per vector and channel block.
+    """Return gradients of x and dt per vector, and of ``b`` and ``c`` per vector and channel block.
 
     Args:
         dt, a, b, c, x: as in :func:`kept`.
@@ -135,8 +135,8 @@ def pulled(
         states: the states that :func:`kept` returned.
 
     Returns:
-        Gradients of x and of dt (S, B, L, H), and of B and C (2, blocks, S, B, L, G, N) in the
-        dtype of dt.
+        Gradients of x and of dt (S, B, L, H), and of ``b`` and ``c`` in one tensor
+        (2, blocks, S, B, L, G, N) in the dtype of dt.
     """
     _, blocks = blocks_of(x.shape[3] // b.shape[3], a.shape[1])
     of_x, of_dt = x.new_empty(x.shape), dt.new_empty(x.shape)
@@ -146,7 +146,7 @@ def pulled(
 
 
 def blocks_of(heads: int, states: int) -> tuple[int, int]:
-    """Return how many channels a gradient program maps, and the programs for all ``heads``."""
+    """Return the number of channels per gradient program, and the number of programs."""
     block = min(_PULLED_COLUMNS // power_of_two(states), power_of_two(heads))
     return block, -(-heads // block)
 
@@ -221,11 +221,11 @@ def _scan(  # type: ignore[no-untyped-def]
     TRANSPOSED: tl.constexpr, WIDE: tl.constexpr, BINARY: tl.constexpr,
     T: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """Write out[t] = read[t] . h[t] of BLOCK channels of one example, T tokens at a time.
+    """Write out[t] = read[t] . h[t] for BLOCK channels of one example, T tokens at a time.
 
-    The states are h[t] = exp(dt[t] a) h[t-1] + dt[t] key[t] x[t].  A column is a channel and a
-    state index.  The adjoint runs from the last token to the first; its step t uses the decay of
-    token t + 1, and dt[t] multiplies out[t] instead of x[t].
+    The states are h[t] = exp(dt[t] a) h[t-1] + dt[t] key[t] x[t].  A column is a pair of channel
+    and state index.  The adjoint runs from the last token to the first; its step t uses the decay
+    of token t + 1, and dt[t] multiplies out[t] instead of x[t].
     """
     first, row = tl.program_id(0) * BLOCK, tl.program_id(1).to(tl.int64)
     vector, example = row // batch, row % batch

@@ -8,7 +8,7 @@ takes one step from the token before it.
 
 :takes: decays a (B, T, H), between 0 and 1, and vectors x (S, B, T, H), some tokens at a time.
 :gives: y (S, B, T, H), or the output of the adjoint, which runs from the last token to the first.
-:cost: three multiplications with additions for each number; the number of calls grows with log T
+:cost: three multiplications with additions for each element; the number of calls grows with log T
     only.
 :literature: Gander and Golub, Cyclic Reduction: History and Applications, 1997; for recurrences of
     networks, as a parallel scan, Martin and Cundy, Parallelizing Linear Recurrent Neural Nets Over
@@ -72,7 +72,7 @@ class FadingSteps:
 
 
 class _Reduction:
-    """The steps that compute the outputs of some tokens, prepared once for the same memory.
+    """The steps that compute the outputs of some tokens, prepared once as views of reused memory.
 
     The lowest level joins tokens in pairs, the next level joins these pairs, and so on.  The few
     tokens of the top level are computed one after the other.  Then each level, from the top down,

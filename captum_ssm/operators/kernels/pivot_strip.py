@@ -1,4 +1,4 @@
-"""Strips of semiseparable matrices, split at a pivot token: a product of reads and writes.
+"""Neighboring rows (strips) of semiseparable matrices, as products of factors at a pivot token.
 
     alpha_c[i, j] = sum over n of reads[i, n] (product of fade[t, n, c], j < t <= i) writes[j, n]
 
@@ -54,7 +54,7 @@ Fades = Callable[[slice], Tensor]
 
 
 class Fading(Protocol):
-    """The methods that a recurrence needs for its strips to be computed at a pivot."""
+    """The methods of a recurrence that :func:`strip_by_pivot` calls to compute rows."""
 
     shape: tuple[int, int, int, int]  # B, L, H, 1
 
@@ -68,7 +68,7 @@ class Fading(Protocol):
         """Return head indices (H,), from the fastest decay over ``tokens`` to the slowest."""
 
     def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
-        """Return the function :data:`Fades` for the pivot ``token`` and the first ``tokens``."""
+        """Return a function for decays between the first ``tokens`` and the pivot ``token``."""
 
     def reads(self, tokens: slice, heads: Heads) -> Tensor:
         """Return reads[t, n], the factor of state n in token t's output, (B, T, N, 1 or H)."""
@@ -178,7 +178,7 @@ def from_pivot(x: Tensor, pivot: int, *, product: bool) -> Tensor:
     The steps between a token t and a later token t' are the steps t + 1 to t'.
 
     Args:
-        x: one number per step and head (B, T, H).
+        x: one value per step and head (B, T, H).
         pivot: index of the pivot token.
         product: whether to multiply the steps; they are added otherwise.
     """

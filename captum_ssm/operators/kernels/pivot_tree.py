@@ -162,7 +162,7 @@ class _Sum:
 
 
 class _Tree:
-    """The steps of all levels, prepared once as views of the same factors.
+    """All levels of the tree, with in-place steps that are prepared once as views of the factors.
 
     Attributes:
         steps: one :class:`_Steps` for each level.
@@ -191,7 +191,7 @@ class _Tree:
 
 
 def _window(totals: Tensor, span: int) -> float:
-    """Return the number w of tokens for which max(totals) ** (w / span) is below rounding."""
+    """Return after how many tokens a state is below rounding, given decays of ``span`` tokens."""
     most = float(totals.amax())
     if most >= 1:
         return math.inf
@@ -212,7 +212,7 @@ _Product = tuple[Tensor, Tensor, Tensor]
 
 
 class _Steps:
-    """In-place products and scalings of one level, prepared once because most are small.
+    """In-place products and scalings of one level; preparing these small steps once saves time.
 
     Attributes:
         products: triples of matrices; the product of the last two is added to the first.
@@ -231,7 +231,7 @@ class _Steps:
 
 
 class _Level:
-    """The tiles of one level: rows of each pair's second block, columns of the first block."""
+    """The tiles of one level: in each pair of blocks, rows of the second, columns of the first."""
 
     def __init__(self, like: Tensor, batch: int, pairs: _Pairs) -> None:
         self.pairs = pairs

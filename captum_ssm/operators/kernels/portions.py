@@ -29,7 +29,7 @@ class Portion(NamedTuple):
 
 #: For selective scans, whose states then fit into a CPU's second-level cache.
 SMALL = Portion(2**15, 32)
-#: For operators with one number for each channel and token.
+#: For operators that compute one value for each channel and token.
 LARGE = Portion(2**19, 1024)
 
 
@@ -41,7 +41,7 @@ class Stream(Protocol):
 
 
 def evenly(tokens: int, most: int, multiple: int = 1) -> int:
-    """Return the size of the fewest equal parts, at most ``most``, rounded up to ``multiple``."""
+    """Return the size of equal parts, at most ``most`` and then rounded up to ``multiple``."""
     each = -(-tokens // -(-tokens // most))
     return -(-each // multiple) * multiple
 

@@ -126,7 +126,7 @@ def per_example(positions: Positions, batch: int, tokens: int, device: torch.dev
 
 
 def in_stacks(rows: range, elements: int, device: torch.device) -> Iterator[range]:
-    """Yield parts of ``rows`` for which vectors of ``elements`` numbers per row fit into memory."""
+    """Yield ranges of ``rows`` whose vectors, of ``elements`` entries per row, fit into memory."""
     most = at_a_time(_STACK_ELEMENTS, device, _STACK_ELEMENTS_LAUNCHED)
     size = max(1, most // max(1, elements))
     for start in range(0, len(rows), size):

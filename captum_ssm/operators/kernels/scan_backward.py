@@ -4,12 +4,12 @@ It computes the reference scans of transformers and mamba_ssm chunk by chunk.  T
 store the states of all tokens; this scan stores only states between chunks, and its backward
 recomputes the others.
 
-Inputs are copied so that channels, not tokens, are contiguous in memory.  A stack of values, of B
-and of C may share step sizes: then the decays, which cost most, are computed once.
+Inputs are copied so that channels, not tokens, are contiguous in memory.  Stacked values
+may share step sizes.  Then the decays, which cost most, are computed once for the whole stack.
 
-:takes: values and step sizes (B, D, L), decay rates (D, N), B and C (B, N, L); skip weights and the
-    bias of the step sizes (D,), and the gate (B, D, L), or None.  All tensors except the step sizes
-    may be stacks of S B examples.
+:takes: values and step sizes (B, D, L), decay rates (D, N), vectors B and C (B, N, L); skip
+    weights and the bias of the step sizes (D,), and the gate (B, D, L), or None.  All tensors
+    except the step sizes may be stacks of S B examples.
 :gives: y (B, D, L), and the last state (B, D, N), differentiable by autograd.
 :cost: N D exponentials and 3 N D multiplications with additions for a token; backward the same
     again, and 6 N D more.
@@ -301,7 +301,7 @@ def _times_columns(matrices: Tensor, columns: Tensor, into: Tensor) -> None:
 def time_first(x: Tensor) -> Tensor:
     """Return a tensor (T, B, D) as contiguous memory.
 
-    torch copies a strided tensor number by number, which takes five times as long.
+    torch copies a strided tensor element by element, which takes five times as long.
     """
     if x.stride(0) != 1 or not x.numel():
         return x.contiguous()

@@ -3,10 +3,10 @@
     h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t],      y[t] = C[t] . h[t]
 
 Only the decays and states of a few tokens are in memory at a time, with channels contiguous.  They
-stay in a CPU's cache, and each step is one operation on many numbers.
+stay in a CPU's cache, and each step is one operation on many elements.
 
-:takes: dt (B, L, H), A (H, N), B and C (B, L, N) or by group (B, L, G, N), and vectors x
-    (S, B, T, H), some tokens at a time.
+:takes: dt (B, L, H), A as ``a`` (H, N), B and C as ``b`` and ``c`` (B, L, N) or per group
+    (B, L, G, N), and vectors x (S, B, T, H), some tokens at a time.
 :gives: y (S, B, T, H), or the adjoint of x, which runs from the last token to the first.
 :cost: for every token and each of B H N states one exponential, and S multiplications with
     additions; memory for the states of a few tokens.
@@ -25,12 +25,12 @@ from torch import Tensor
 from .arithmetic import BINARY, Scratch
 from .portions import parts, vectors_of_heads
 
-#: Number of tokens whose inputs are prepared together, per token with a state in memory.
+#: Inputs are prepared for this many times as many tokens together as states are in memory.
 _PREPARED = 8
 
 
 class ScanCoefficients(Protocol):
-    """Coefficients dt (B, L, H), A (H, N), B and C (B, L, [G,] N) of a selective scan."""
+    """Coefficients of a selective scan: dt (B, L, H), a (H, N), and b and c (B, L, [G,] N)."""
 
     dt: Tensor
     a: Tensor

@@ -34,7 +34,7 @@ class _Noted(NamedTuple):
 
     @property
     def read(self) -> tuple[Tensor, ...]:
-        """The tensors whose numbers the check compares."""
+        """The tensors to read from the device to evaluate the check."""
         return (self.number,) if self.size is None else (self.number, self.size)
 
 

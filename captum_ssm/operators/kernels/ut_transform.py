@@ -4,7 +4,7 @@
 
 Each step multiplies the state by diag(decay) - f e^T.  A product of T such matrices is a diagonal
 matrix minus a sum of T outer products (the WY representation), whose factors solve one triangular
-system.  Let E be the products of decays between tokens, and E' the same up to the token before.
+system.  Let E[i, j] be the product of decays j+1..i, and E'[i, j] the product of decays j+1..i-1.
 The readings e . S of a chunk's tokens are
 u = (I + tril(e F^T . E', -1))^-1 (e . S + tril(e K^T . E', -1) v), and the chunk adds k v - f u to
 the state.  If f is k, it adds k w with the *corrected values* w = v - u; the same system gives
@@ -89,7 +89,7 @@ class Corrected(NamedTuple):
     own: Keys | None
 
     def chunk(self, tokens: slice) -> Chunk:
-        """Return the chunks as matrices."""
+        """Return the chunks with explicit matrices, as a :class:`.Chunk`."""
         q_before, e_before, f_after = (
             x if factors is None else x * factors
             for x, factors in (
@@ -162,7 +162,7 @@ class Corrected(NamedTuple):
         return matmul(self.own.after.mT, v if self.until is None else self.until * v)
 
     def _by_chunk(self) -> Iterator[Sequence[Tensor]]:
-        """Return the factors of steps from chunk to chunk, each as a sequence over chunks."""
+        """Return the factors that the loops over chunks use, each as a sequence over chunks."""
         solved, e_before, f_after = self.solved, self.e_before, self.f_after
         return map(_by_chunk, (solved, e_before, f_after, self.before, self.until, self.total))
 
@@ -231,7 +231,7 @@ def _next_row(x: Tensor) -> Tensor:
 
 
 class CorrectedSteps:
-    """Steps from chunk to chunk of a delta rule, from corrected values instead of matrices.
+    """Run a delta rule chunk by chunk with corrected values, without forming chunks' matrices.
 
     Args:
         corrected_of: function of a slice of tokens and the length of a whole chunk that returns the

@@ -40,7 +40,7 @@ class Decays:
     """Products of decays in runs of T tokens.
 
     Attributes:
-        between: product of decays j+1..i in row i and column j (..., T, T); arbitrary numbers of at
+        between: product of decays j+1..i in row i and column j (..., T, T); arbitrary values of at
             most 1 if j > i.  Rows share memory, so do not write to this tensor.
         since: products of decays from the first token to each token, inclusive (..., T, 1).
         until: products of the decays after each token (..., T, 1).
@@ -85,7 +85,7 @@ def _between(decay: Tensor) -> Tensor:
 
 # --- sums of products with row and column factors ----------------------------------------------
 
-#: Leaves of the tree have between half this number and this number of tokens.
+#: Largest number of tokens of a leaf of the tree; the smallest is about half of it.
 _LEAF = 8
 
 

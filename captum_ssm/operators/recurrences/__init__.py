@@ -7,9 +7,9 @@ Each token multiplies the state by a factor, adds its value times a vector, and 
 =====================  ====================================  ==============  ========  ==========
 module                 carry                                 writes          reads     state
 =====================  ====================================  ==============  ========  ==========
-:mod:`.elementwise`    decay, one number per channel         1               1         1
+:mod:`.elementwise`    decay, one scalar per channel         1               1         1
 :mod:`.selective_scan` exp(dt A), per channel and state      dt B            C         N
-:mod:`.scalar_decay`   decay, one number per head            scale k         q         N, P
+:mod:`.scalar_decay`   decay, one scalar per head            scale k         q         N, P
 :mod:`.vector_decay`   diag(decay), per head and key channel k               q         N, P
 :mod:`.delta_rule`     (I - beta k k^T) diag(decay), or      beta k          q         N, P
                        diag(decay) - (a e) e^T

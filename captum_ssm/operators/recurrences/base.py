@@ -58,7 +58,7 @@ class Coefficients(Operator):
         return self._selected(heads)
 
     def _selected(self, heads: Sequence[int], **others: Any) -> Self:
-        """Return the operator on some heads; ``others`` are arguments already on these heads."""
+        """Return the operator on some heads; ``others`` are arguments for only these heads."""
         for name, x in self.tensors().items():
             if name not in others:
                 others[name] = x[list(heads)] if name in self.fixed else some_heads(x, heads)
@@ -94,14 +94,14 @@ class Recurrent(Coefficients):
 
 #: Largest number of elements of one factor of a block of the tree (1 MiB in float32).
 TREE_ELEMENTS = 2**18
-#: Smallest number of channels times states of such a factor: smaller products are slow.
+#: Smallest number of channels times states of a block, because smaller products are slow.
 TREE_LEAST = 128
 #: A band whose lags span at least this number is split into single lags.
 TREE_LAGS = 16
 
 
 class FadingRecurrence(Recurrent, pivot_strip.Fading):
-    """Base class of recurrences whose strips use a tree of pivots, or one pivot if faster."""
+    """Base class of recurrences whose rows :mod:`.pivot_tree` or :mod:`.pivot_strip` computes."""
 
     shape: Shape
     few_rows = 4
@@ -135,7 +135,7 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
         raise NotImplementedError
 
     def _own_entries(self, left: Tensor, right: Tensor, rows: slice) -> Tensor:
-        """Sum left reads writes entering(right) over channels and states, for ``rows`` (B, R)."""
+        """Return the diagonal entries (B, R) of left . recurrence . right, summed over channels."""
         every, (batch, tokens, heads, _) = slice(None), self.shape
         read = (self.reads(rows, every) * self.writes(rows, every)).sum(2)  # (B, R, 1 or H)
         row = left.expand(batch, tokens, -1, -1)[:, rows, :, 0]  # (B, R, 1 or H)
@@ -150,7 +150,7 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
 
 
 class ChunkedHeads(Recurrent, HeadOperator):
-    """Base class of operators that define reads, writes and carries of chunks of tokens."""
+    """Base class of recurrences that are computed in chunks, which :meth:`chunk` returns."""
 
     few_rows = 4
 

@@ -43,7 +43,7 @@ _TOKENS = 512
 
 
 class ElementwiseRecurrence(FadingRecurrence):
-    """A recurrence with a state of one number per channel, y[t] = decay[t] y[t-1] + x[t].
+    """A recurrence with a state of one scalar per channel, y[t] = decay[t] y[t-1] + x[t].
 
     alpha[i, j] = product of decay[j+1..i] for j <= i (unified paper, eq. 16).  After a decay of
     exactly zero, the state no longer depends on earlier tokens.

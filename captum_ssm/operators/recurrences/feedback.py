@@ -21,7 +21,7 @@ from .own_shares import OwnShares
 
 
 class FeedbackRecurrence(Recurrent):
-    """A recurrence with a state of one number per channel, whose output is added to its next input.
+    """A recurrence with a state of one scalar per channel, whose output is added to its next input.
 
     c[t] = decay[t] c[t-1] + write[t] (v[t] + feedback y[t-1]) and y[t] = gate[t] c[t], with zeros
     before the first token.  The map and its adjoint are loops over the tokens.

@@ -203,7 +203,7 @@ class ScalarDecayHeads(ChunkedHeads):
         return self.changed(**{name: getattr(self, name)[:, part] for name in names})
 
     def _sums_of_channels(self, left: Tensor, rights: Sequence[Tensor], rows: range) -> Tensor:
-        """Compute the sums per group of heads, which share q . k."""
+        """Compute the sums group by group, because the heads of a group share q . k."""
         if not self._shared:
             return super()._sums_of_channels(left, rights, rows)
         if self.scale is not None:

@@ -97,7 +97,7 @@ class VectorDecayHeads(ChunkedHeads):
         return self.key[:, part]
 
     def _late_queries(self, part: slice) -> Tensor:
-        """Return the query that reads the state after each token; with a bonus, the next query."""
+        """Return the queries that read the states after tokens: with a bonus, the next queries."""
         if self.bonus is None:
             return self.query[:, part]
         late = self.query[:, part.start + 1 : part.stop + 1]
@@ -165,7 +165,7 @@ class VectorDecayHeads(ChunkedHeads):
     # --- its matrices ----------------------------------------------------------------------
 
     def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
-        """Return the strip of one elementwise recurrence over all key channels of all heads."""
+        """Compute the rows with an :class:`ElementwiseRecurrence` of H N channels."""
         row = (left[..., None] * self.query).flatten(2)[..., None]  # (B, L, H N, 1)
         column = (right[..., None] * self.key).flatten(2)[..., None]
         states = ElementwiseRecurrence(exponential(self.log_decay).flatten(2))
