@@ -31,7 +31,7 @@ tanh(z) / z, and 1 / sigma.  The values are z, to which the feedback R y[t-1] is
 takes no padding mask.
 
 The state is stored relative to its normalizer, as c / n.  A step multiplies c / n by
-sigmoid(f) n[t-1] / n[t] and adds exp(i) / n[t] tanh(z).  The factors sum to one, so no number
+sigmoid(f) n[t-1] / n[t] and adds exp(i) / n[t] tanh(z).  The factors sum to one, so no value
 overflows.  With function="lstm" the cell is an ordinary LSTM: exp(i) becomes sigmoid(i) and
 y[t] = sigmoid(o) tanh(c[t]); its state is stored relative to c / tanh(c).
 

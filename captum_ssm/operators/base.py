@@ -155,7 +155,7 @@ class Operator:
     at_rest: float | Tensor = 0.0
     #: Whether computing whole matrices per head is faster than computing rows of all channels.
     quick_heads = False
-    #: Largest number of rows for which :meth:`rows` is faster than a strip for the channels' mean.
+    #: Up to this many rows, :meth:`rows` computes their mean over channels faster than a strip.
     few_rows: int = 0
 
     def __repr__(self) -> str:

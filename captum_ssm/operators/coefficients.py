@@ -22,7 +22,7 @@ from .reorder import Permute, Windowed
 
 ROLES: tuple[Role, ...] = ("content", "key", "query", "gate", "step")
 
-#: New coefficients, or gradients of coefficients, by part and name.
+#: New coefficients, or gradients of coefficients, by operator and coefficient name.
 Moved = Mapping[Operator, Mapping[str, Tensor]]
 Gradients = dict[Operator, dict[str, Tensor]]
 #: The pullback that :func:`vjp` returns; it adds coefficients' gradients to the second argument.
@@ -30,7 +30,7 @@ Back = Callable[[Tensor, Gradients], Tensor]
 
 
 def live_coefficients(operator: Operator) -> dict[tuple[Operator, str], Tensor]:
-    """Return the live coefficients of an operator by (part, coefficient name).
+    """Return coefficients that were passed with their graph, by (operator, coefficient name).
 
     Example:
         >>> import torch
@@ -64,7 +64,7 @@ def follow_mask(
     Args:
         operator: an operator, which may nest chains and sums.
         mask: mask of real tokens at the operator's input (B, L); None if all are real.
-        found: this dictionary receives the mask at the input of every part.
+        found: this dictionary receives the mask at the input of every operator inside.
     """
     found[operator] = mask
     if isinstance(operator, Chain):
@@ -90,7 +90,7 @@ def vjp(operator: Operator, values: Tensor, moved: Moved, offset: Tensor) -> tup
     Args:
         operator: an operator, which may nest chains and sums.
         values: stacked inputs (S, B, L, H, P).
-        moved: new coefficients (S, B, ...) by part and name; they replace the parts' coefficients.
+        moved: new coefficients (S, B, ...) of operators inside, by operator and coefficient name.
         offset: factors (S, 1, 1, 1, 1) of the constants that biases inside the operator add.
 
     Returns:

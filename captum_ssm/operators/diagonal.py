@@ -149,7 +149,7 @@ class Diagonal(Operator):
         return self.added_to(none, left, band)
 
     def added_to(self, strip: Strip, left: Tensor, band: Band) -> Strip:
-        """Return a strip plus the same rows of :meth:`entries`; may overwrite the strip."""
+        """Add rows of diag(left) . self . band to a strip of these rows; may overwrite it."""
         tokens, rows = self.shape.tokens, strip.rows
         first, last = clipped(rows, -max(band), tokens), clipped(rows, -min(band), tokens)
         strip = strip.covering(rows, range(first.start, last.stop))

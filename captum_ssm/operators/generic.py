@@ -140,8 +140,8 @@ _FEWEST = 4
 def channel_mean(operator: Operator, x: Tensor, transposed: bool) -> Tensor:
     """Return the mean over channels of alpha x, or of alpha-transposed x, for ``x`` (B, L).
 
-    If the operator has a stream, a few tokens of all channels are mapped per call, so that they fit
-    into the processor's cache.  Otherwise all tokens are mapped together.
+    If the operator supports :meth:`.Operator.stream`, a few tokens of all channels are mapped per
+    call, so that they fit into the processor's cache.  Otherwise all tokens are mapped together.
     """
     batch, tokens, heads, per_head = operator.shape
     elements, most, multiple = operator.portion
@@ -161,7 +161,7 @@ def channel_mean(operator: Operator, x: Tensor, transposed: bool) -> Tensor:
 def all_streams(
     operators: Iterable[Operator], transposed: bool, longest: int
 ) -> list[Stream] | None:
-    """Return the stream of each operator, or None if any operator has no stream."""
+    """Return :meth:`.Operator.stream` of each operator, or None if any operator returns None."""
     found = []
     for operator in operators:
         stream = operator.stream(transposed, longest)

@@ -80,7 +80,7 @@ class LongConv(Operator):
             return sum_of_lags(lambda right: one(left, _once(right), rows), band, rows, tokens)
 
     def _summed(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        """Return the strip of left[i, c] alpha_c[i, j] right[j, c], summed over channels c."""
+        """Return ``rows`` of left[i, c] alpha_c[i, j] right[j, c], summed over channels c."""
         # no column is further back than the kernel reaches
         columns = range(max(0, rows.start - self.kernel.shape[-1] + 1), rows.stop)
         if right.shape[1] == 1:

@@ -268,7 +268,7 @@ class Windowed(Operator):
         return self.within.tensors()
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
-        """Compute the strip from the whole matrices of all windows, which need little memory."""
+        """Compute the rows from the whole matrices of all windows, which need little memory."""
         tokens, size = self.shape.tokens, self.windows.places.shape[1]
         row = self.windows.cut(left.expand(self.shape))
 

@@ -260,7 +260,7 @@ def _joined(chunks: Sequence[Chunk], write: WriteTile | None = None, alone: bool
 
 
 def _single_chunks(chunks: Sequence[Chunk]) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield the tokens, the matrix (B, H, T, T) and the carry of each single chunk, in order."""
+    """Yield each chunk's tokens, matrix (B, H, T, T) and carry (factor of the state), in order."""
     for several in chunks:
         length = several.within.shape[-1]
         start = several.tokens.start

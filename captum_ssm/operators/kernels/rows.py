@@ -83,7 +83,7 @@ def sum_strips(strips: Iterable[Strip], rows: range) -> Strip:
 
 
 def sum_of_lags(entries: Callable[[Tensor], Strip], band: Band, rows: range, tokens: int) -> Strip:
-    """Return ``rows`` of matrix . band; ``entries(right)`` is a strip of matrix . diag(right)."""
+    """Return ``rows`` of matrix . band, given a function for rows of matrix . diag(right)."""
     if [*band] == [0]:
         return entries(band[0])
     return sum_strips(

@@ -1,4 +1,4 @@
-"""Maps and matrices of recurrences, computed from reads, writes and carries.
+"""Maps and matrices of recurrences, computed from factors that write, decay and read a state.
 
 :class:`FadingRecurrence` computes rows by trees of pivots, for states that decay independently of
 each other.  :class:`ChunkedHeads` computes chunk by chunk, for heads with several value channels.

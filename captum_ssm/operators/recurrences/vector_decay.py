@@ -97,7 +97,7 @@ class VectorDecayHeads(ChunkedHeads):
         return self.key[:, part]
 
     def _late_queries(self, part: slice) -> Tensor:
-        """Return the queries that read the states after tokens: with a bonus, the next queries."""
+        """Return the query that reads each token's new state: with a bonus, the next token's."""
         if self.bonus is None:
             return self.query[:, part]
         late = self.query[:, part.start + 1 : part.stop + 1]
