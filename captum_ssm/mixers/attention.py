@@ -269,7 +269,7 @@ def _record(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Record attention's arguments; return ones, so that the module then returns its gate."""
+    """Record attention's arguments; return ones as output, so that the module returns its gate."""
     for name in _UNKNOWN:
         if kwargs.get(name) is not None:
             raise _unknown(module, name)

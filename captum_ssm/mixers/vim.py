@@ -130,7 +130,7 @@ def both_strands(module: Any, call: Call) -> LinearMixer:
 
 
 def _out(module: Any, y: Tensor) -> Tensor:
-    """Project the sum of both directions, and add the projection's bias a second time."""
+    """Project the sum of both directions; both outputs contain the bias, so it is added twice."""
     out_proj = module.mamba_fwd.out_proj
     out = run(out_proj, y)
     return out if out_proj.bias is None else out + out_proj.bias.to(out)

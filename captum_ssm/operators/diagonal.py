@@ -13,7 +13,7 @@ from .kernels.bands import Band
 from .kernels.portions import LARGE, Stream, some_heads
 from .kernels.rows import Positions, Strip, at_positions, clipped
 
-#: Role of a diagonal's factors, by component; factors of other components have no role.
+#: Role of a diagonal's factors, by component; factors of all other components have no role.
 _ROLES: dict[str | None, Role] = {"gate": "gate", "scan": "key"}
 
 

@@ -172,5 +172,5 @@ def all_streams(
 
 
 def _in_stacks(operator: Operator, rows: range) -> Iterator[range]:
-    """Yield parts of ``rows``, each small enough for one stack of vectors."""
+    """Yield ranges of ``rows`` that are small enough for one unit vector per row in memory."""
     return in_stacks(rows, torch.Size(operator.shape).numel(), operator.device)

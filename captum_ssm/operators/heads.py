@@ -139,7 +139,7 @@ class DenseHeads(HeadOperator):
         return Operator.mean_rmatvec(self, r)
 
     def _mean_forward(self, x: Tensor) -> Tensor:
-        """Return the mean over heads of matrices @ x, from one fast product for all heads."""
+        """Return the mean over heads of matrices @ x, computed as one matrix product."""
         found = matmul(self.matrices.flatten(1, 2), x[..., None]).squeeze(-1)  # (B, H L)
         return torch.unflatten(found, -1, (self.shape.heads, -1)).mean(1)
 

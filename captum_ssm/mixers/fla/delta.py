@@ -130,7 +130,7 @@ def _delta_rule(
 
 
 def _shared_keys(module: Any, hidden: Tensor, count: int = 1) -> tuple[Tensor, ...]:
-    """Return q and k (B, L, H, N), repeated for heads that share them; k has ``count`` * H."""
+    """Return q and k (B, L, H, N), repeated for heads that share them; k has count * H heads."""
     heads, shared = module.num_heads, module.num_v_heads // module.num_heads
     pairs = (("q", heads), ("k", count * heads))
     found = (as_heads(projected(module, name, hidden, silu=True), size) for name, size in pairs)

@@ -56,7 +56,7 @@ _TOKENS = 16
 
 
 def fla_hgrn(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's HGRNAttention: a recurrence that decays at padded tokens, too."""
+    """Linearize fla's HGRNAttention, whose state also decays at padded tokens."""
     hidden, mask = entering(module, call)
     decay = _log_forget(module, projected(module, "f", hidden, mask=mask), call).exp()
     path = value_path(module, hidden, mask, 1, name="i", silu=True)

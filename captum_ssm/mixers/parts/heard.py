@@ -38,7 +38,7 @@ class SubmoduleRecord:
         self.given = given.detach()
         self.output: Tensor | None = None
         self.is_its_own = False
-        #: Version counters of the input and the output; a later write to a tensor changes them.
+        #: Version counters of input and output; a later write to a tensor changes its counter.
         self._versions = _version(given), 0
         #: During the call: the input, and the output with its counter, both before other hooks.
         self._entered: Any = given

@@ -89,7 +89,7 @@ def semiseparable_strip(
 
 
 class _Sum:
-    """The sum over the blocks added so far; its column j + last lag is column j of the product.
+    """The sum over the blocks added so far, whose column j + last lag is the product's column j.
 
     Attributes:
         rows: indices of the rows; entries of all earlier rows are zero.

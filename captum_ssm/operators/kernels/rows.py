@@ -32,7 +32,7 @@ class Strip(NamedTuple):
     columns: range
 
     def moved(self, down: int, right: int, tokens: int) -> Strip:
-        """Return the same entries, moved to different rows and columns.
+        """Return a strip with the same entries, moved to different rows and columns.
 
         Args:
             down: number of rows to move down; negative numbers move up.
@@ -148,7 +148,7 @@ def at_positions(x: Tensor, positions: Positions) -> Tensor:
 
 
 def tokens_at(x: Tensor, places: Tensor) -> Tensor:
-    """Return entries (B, Q, ...) of ``x`` (B or 1, L, ...) at each example's ``places`` (B, Q)."""
+    """Return entries (B, Q, ...) of ``x`` (B or 1, L, ...) at the tokens ``places`` (B, Q)."""
     places = places.to(x.device)
     x = x.expand(len(places), *x.shape[1:])
     return x[torch.arange(len(places), device=x.device)[:, None], places]
