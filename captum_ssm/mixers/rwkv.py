@@ -136,7 +136,7 @@ def time_mixing(
 
 
 def closing(path: Path, gate: Tensor, at_rest: Tensor, output: Any) -> LinearMixer:
-    """Apply the gate (B, L, H P), which is ``at_rest`` at zero input, and project the output."""
+    """Apply the gate (B, L, H P), which is ``at_rest`` for zero input, and project the output."""
     rest = as_heads(at_rest.view(1, 1, -1), path.shape.heads)
     return path.scale(gate, "gate", at_rest=rest).to(output)
 

@@ -415,7 +415,7 @@ class Operator:
         return next(self.leaves())._without_coefficients()
 
     def _without_coefficients(self) -> Tensor:
-        """Return the replacement of :meth:`_example` for an operator without coefficients."""
+        """Return a substitute for :meth:`_example`, for an operator without coefficients."""
         return torch.zeros(())
 
     def _zeros(self, *size: int, factor: Tensor | None = None) -> Tensor:

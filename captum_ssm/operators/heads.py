@@ -71,7 +71,7 @@ class HeadOperator(Operator):
         raise NotImplementedError
 
     def _sum_of_channels(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
-        """Return the rows (B, R, W) of :meth:`_sum_of_heads` for factors (B, L, H, P)."""
+        """Return rows (B, R, W) of a sum over all channels, for factors (B, L, H, P)."""
         raise NotImplementedError
 
     def _head_rows(self, positions: Positions) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 from .arithmetic import BINARY, Scratch
 from .portions import parts, vectors_of_heads
 
-#: Inputs are prepared for this many times as many tokens together as states are in memory.
+#: Number of groups of tokens to prepare inputs of together; one group's states are in memory.
 _PREPARED = 8
 
 

@@ -88,7 +88,7 @@ def holds(truth: Tensor) -> bool:
 
 
 def read_once(about: Hashable, read: Callable[[], T], of: Tensor | None = None) -> T:
-    """Return ``read()``; within :func:`read_together` reuse the result of the first such call.
+    """Return ``read()``; within :func:`read_together` call ``read`` only once for each key.
 
     Args:
         about: key of the result.
@@ -182,7 +182,7 @@ class Ratio(NamedTuple):
     Attributes:
         number: the numerator.
         size: the denominator, at least 0.
-        factor: number that multiplies the ratio. Default: 1.0.
+        factor: scalar that multiplies the ratio. Default: 1.0.
     """
 
     number: Tensor

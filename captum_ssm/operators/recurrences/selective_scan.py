@@ -241,7 +241,7 @@ class SelectiveScan(FadingRecurrence):
     # --- its matrices ----------------------------------------------------------------------
 
     def _by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
-        """Compute :meth:`entries` per head with the tree, in which each head is an example."""
+        """Compute :meth:`entries` per head; the tree gets each head as a separate example."""
         heads, until = self.shape.heads, slice(rows.stop)
         b, c = (vectors_of_heads(x[:, until], heads).transpose(1, 2) for x in (self.b, self.c))
         dt = self.dt[:, until].transpose(1, 2)[..., None]  # (B, H, L, 1)
