@@ -157,7 +157,7 @@ def _all_forgotten(fades: Fades, token: int, dtype: torch.dtype) -> bool:
 
 
 def _at_pivot(values: Band, recurrence: Fading, fades: Fades, times: range, heads: Heads) -> Tensor:
-    """Return Y[m] times the decays from m to the pivot, for m in ``times``, (B, T, N, H)."""
+    """Return the module's Y[m], for m in ``times``, times the decays to the pivot, (B, T, N, H)."""
     tokens = slice(max(0, times.start - max(values)), times.stop - min(values))
     keys = fades(tokens).mul_(recurrence.writes(tokens, heads))
     if len(values) == 1:

@@ -335,7 +335,7 @@ class _Pairs:
 
 
 def _all_pairs(tokens: int) -> Iterator[_Pairs]:
-    """Yield the pairs of each level of the tree, from blocks of one token on."""
+    """Yield the pairs of blocks of each level of the tree: blocks of 1 token, 2, 4, and so on."""
     span = 1
     while span < tokens:
         yield _Pairs(tokens, span)

@@ -97,7 +97,7 @@ class DeltaProduct(Coefficients):
 
     @cached_property
     def _unrolled(self) -> DeltaRule:
-        """The delta rule over L M steps: a token's first step decays, and the last step reads."""
+        """The delta rule over L M steps; a token's first step decays, the last has the query."""
         logs = self.log_decay
         if logs is not None:
             logs = self._at_step(logs, 0, 2)

@@ -127,7 +127,7 @@ class DeltaRule(ChunkedHeads):
         return Correction(written, erase, written if steps is None else erase * steps[:, part])
 
     def _decays(self, part: slice = slice(None)) -> Tensor:
-        """Return the decays as factors of keys: (B, L, H, 1), or per key channel (B, L, H, N)."""
+        """Return the decays to multiply keys by: (B, L, H, 1), or (B, L, H, N) per key channel."""
         assert self.log_decay is not None
         logs = self.log_decay[:, part]
         return exponential(logs if logs.dim() == 4 else logs[..., None])
