@@ -91,9 +91,9 @@ def knock_out(
             raise OptionError(f"edges contains {one!r}. Pass only Edges(layers, sources, targets).")
         if all(getattr(one, name) is None for name in _NAMED):
             raise OptionError(
-                "Edges() selects nothing, and would cut the whole output of every mixer. Pass "
-                "layers, sources, targets, heads or component; Edges(layers=slice(None)) selects "
-                "every layer."
+                "Edges() has no arguments, so it would cut the whole output of every mixer. Pass "
+                "layers, sources, targets, heads or component; for every layer, pass "
+                "Edges(layers=slice(None))."
             )
     module = find_model(model)
     verify = checks.tolerance("verify", verify)

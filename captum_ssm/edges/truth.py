@@ -168,7 +168,8 @@ class Interventions:
     def _masked(self, cuts: Sequence[Sequence[Edge]], size: int) -> list[Edges]:
         """Combine the edges to cut in each copy of an example into Edges with masks (copies, L).
 
-        Two edges of one copy are not merged: this would cut from each source to each target.
+        Each edge of a copy gets its own Edges: one shared mask would also cut from its source to
+        the other edges' targets.
         """
         found: dict[tuple[int, str], Edges] = {}
         for copy, cut in enumerate(cuts):

@@ -91,7 +91,9 @@ class Tags:
             return self._numbers(COMPUTED * count) if is_equal else places
 
     def by_example(self, places: Tensor) -> Tensor | None:
-        """Convert ``places`` to positions within each example (B, L'), :data:`NONE` for none.
+        """Convert flat indices into the ids to positions within each example (B, L').
+
+        Entries that are no id stay :data:`NONE`.
 
         Return None if a position is unknown or in a different example, or if the shape is wrong.
         """

@@ -199,7 +199,7 @@ class SegmentationScores:
         if self._options() != other._options():
             raise InputError(
                 f"other has (threshold, ignored, ranking) = {other._options()}, but these scores "
-                f"{self._options()}. Merge scores with equal options."
+                f"have {self._options()}. Merge scores with equal options."
             )
         self._sample.merge(other._sample)
 

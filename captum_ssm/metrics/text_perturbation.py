@@ -82,7 +82,10 @@ class Texts:
         check_positive(self.internal_batch_size, "internal_batch_size")
         if not bool(self.real.any(-1).all()):
             empty = int((~self.real.any(-1)).long().argmax())
-            raise InputError(f"attention_mask is 0 for all tokens of text {empty}. Remove it.")
+            raise InputError(
+                f"attention_mask is 0 for every token of the text at index {empty}. Leave the "
+                "text out, or correct the mask."
+            )
         fill_for(self.fill, inputs)
 
     @property

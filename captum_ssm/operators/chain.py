@@ -114,9 +114,9 @@ class Chain(Composite):
         return self._mean(r, transposed=True)
 
     def _mean(self, x: Tensor, transposed: bool) -> Tensor:
-        """Return the mean over channels of the product, or of its adjoint, times ``x`` (B, L).
+        """Apply the product, or its adjoint, to ``x`` (B, L) in all channels; average channels.
 
-        If the channels of a head share a matrix, one channel per head is mapped if that is exact.
+        Where it is exact, map only one channel per head.
         """
         if not any(isinstance(leaf, HeadOperator) for leaf in self.leaves()) or (
             _channels_differ_around(self.parts) and self.stream(transposed, 1) is not None
@@ -214,7 +214,7 @@ class Chain(Composite):
         return Chain(*parts) if parts else Diagonal(self._ones(1, 1, 1, 1), self.shape)
 
     def _bands(self, inner: Band) -> tuple[Band, list[Operator], Band]:
-        """Return the outer parts as a band, the middle parts, and inner parts . inner as a band."""
+        """Split into a band of the outer parts, the middle parts, and a band with ``inner``."""
         middle = list(self.parts)
         while middle and (combined := middle[-1].after_band(inner)) is not None:
             inner = combined

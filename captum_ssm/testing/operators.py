@@ -374,7 +374,7 @@ class _Check:
         self.dtype = operator.dtype if operator.tensors() else None
 
     def all(self, clauses: Iterator[Clause], plain: _Plain, size: _Plain, q: _Inputs) -> None:
-        """Check each clause against the matrices, and that methods do not change arguments."""
+        """Compare each clause's results with plain matrices; arguments must stay unchanged."""
         exact = q.map(lambda x: x.detach().cpu().double().clone())
         largest = exact.map(torch.Tensor.abs)
         given = _tensors(q)

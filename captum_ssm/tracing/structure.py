@@ -381,10 +381,10 @@ class _OrderSearch:
         return bool(answers[0] and answers[1])
 
     def _rolls(self) -> bool:
-        """Return True if shifting all tokens and outputs by one shifts every layer's input by one.
+        """Return True if rolling input tokens and mixers' outputs by one rolls all layers' inputs.
 
-        An order that moves only some tokens gives False, and so do position embeddings that are
-        added between layers.
+        False if a layer reorders only some tokens, or if position embeddings are added between
+        layers.
         """
         replays, root = self.replays, self.replays.root
         replays.root = root if replays.entry is None else replays.entry

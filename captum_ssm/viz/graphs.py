@@ -194,10 +194,10 @@ def links_between(
     """Return (source, target, contribution, influence) of each edge that is large enough to draw.
 
     Args:
-        edges: the edges of a graph, (n, n).
+        edges: the edges of a graph, (n, n); the row is the target.
         chosen: the nodes that are drawn.
         influence: each node's influence, 1 for the target, (n,).
-        least: the smallest share of a node's input for a link. Default: 0.03.
+        least: the smallest share of a target's input that is drawn. Default: 0.03.
     """
     sizes = edges.abs().double()
     shares = sizes / sizes.sum(1, keepdim=True).clamp_min(1e-300)

@@ -266,7 +266,7 @@ def test_what_cannot_be_cut() -> None:
     model, ids = mamba_lm(), torch.randint(15, (2, 9))
     before = logits(model(ids))
     for edges, error, said in (
-        (Edges(), OptionError, "selects nothing"),
+        (Edges(), OptionError, "has no arguments"),
         (Edges(1, 5, 2), QueryError, "before its source"),
         (Edges(1, 9, 8), QueryError, "sources contains position 9"),
         (Edges(1, 2, -12), QueryError, "targets contains position -12"),

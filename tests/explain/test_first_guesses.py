@@ -236,7 +236,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "target=5": (lambda: FLOW.attribute(IDS, 5), r"target=\(-1, 5\)"),
     "n_steps=50": (lambda: whole(n_steps=50), "no steps between two inputs"),
     "LatimFlow(m)(ids)": (lambda: FLOW(IDS), r"Call LatimFlow\(model\).attribute"),
-    "knock_out(m, Edges())": (lambda: knock_out(MODEL, Edges()).__enter__(), "selects nothing"),
+    "knock_out(m, Edges())": (lambda: knock_out(MODEL, Edges()).__enter__(), "has no arguments"),
     "Edges(layer=0)": (lambda: Edges(layer=0), "Did you mean layers.* Pass only layers, sources"),
     "knock_out(m, layers=[0])": (lambda: knock_out(MODEL, layers=[0]), r"Edges\(layers="),
     "verfy=True": (lambda: whole(verfy=True), "LatimFlow.attribute: .* Did you mean verify"),

@@ -122,7 +122,7 @@ REFUSED: dict[type[Exception], dict[str, Any]] = {
         "present … (4, 2)": lambda: metrics.pseudo_masks(MAPS[:, None], torch.ones(4, 2)),
         "relevance … (2, 3) … (2, 2)": lambda: of_texts(ONES[:, 1:]),
         "inputs … (3,)": lambda: read(torch.ones(3).long()),
-        "attention_mask … all tokens of text": lambda: read(None, 0, torch.zeros(2, 5)),
+        "attention_mask … every token of the text": lambda: read(None, 0, torch.zeros(2, 5)),
     },
     OptionError: {
         "share=0": both(share=0),

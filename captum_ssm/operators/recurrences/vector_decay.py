@@ -97,7 +97,10 @@ class VectorDecayHeads(ChunkedHeads):
         return self.key[:, part]
 
     def _late_queries(self, part: slice) -> Tensor:
-        """Return the query that reads each token's new state: with a bonus, the next token's."""
+        """Return the query that reads the state after each token.
+
+        With a bonus a token reads the state before its step, so it is the next token's query.
+        """
         if self.bonus is None:
             return self.query[:, part]
         late = self.query[:, part.start + 1 : part.stop + 1]
