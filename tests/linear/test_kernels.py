@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,6 +162,16 @@ def test_packed_sequences_are_left_to_the_adapter(monkeypatch: pytest.MonkeyPatc
     found = explained("centered", MASK)
     assert explained.read and not any(explained.read)
     assert relative_error(found, explained.by_operators("centered", MASK)) < 1e-12
+
+
+def test_a_first_state_without_a_cache_is_left_to_the_adapter() -> None:
+    run = SimpleNamespace(continues=False, given_up=False, give_up=lambda *_, **given: given)
+    token = kernels.now.set(run)  # type: ignore[arg-type]
+    try:
+        call = kernels._entered(kernels._vectors)(lambda **given: given)
+        assert call(initial_states=1) == {"initial_states": 1}
+    finally:
+        kernels.now.reset(token)
 
 
 @pytest.mark.parametrize(

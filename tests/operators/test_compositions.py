@@ -23,7 +23,7 @@ from operators.kinds import (
 from operators.small_blocks import blocks
 from oracles import relative_error
 
-from captum_ssm.operators import Chain, Shape
+from captum_ssm.operators import Chain, Permute, Shape
 
 
 def trees(per_head: int) -> st.SearchStrategy[Kind]:
@@ -61,6 +61,14 @@ def test_tokens_are_reordered_last() -> None:
     """No random composition is sure to begin with a reordering that is not its own inverse."""
     torch.manual_seed(1)
     chain(permute, delta_rule(), diagonal())(Shape(2, 7, 4, 2)).check()
+
+
+def test_a_reordering_times_a_matrix() -> None:
+    order, matrix = torch.tensor([2, 0, 3, 1]), torch.randn(5, 4, 4)
+    operator = Permute(order, Shape(1, 4, 1, 1))
+    whole = torch.eye(4)[order]
+    assert torch.equal(operator.rows_of(matrix), whole @ matrix)
+    assert torch.equal(operator.columns_of(matrix), matrix @ whole)
 
 
 def test_a_product_of_operators_that_mix_channels() -> None:
