@@ -144,7 +144,7 @@ class Entry(NamedTuple):
             >>> [option.name for option in METHODS[0].options]
             ['contrast', 'rule', 'baselines', 'zero_bias']
             >>> METHODS[0].options[1].words
-            (None, 'frozen', 'half', 'equal', 'centered', 'balanced')
+            (None, 'frozen', 'half', 'centered', 'balanced')
         """
         accepted = inspect.signature(self.method.attribute).parameters.values()
         return [_option(p.name, p.default) for p in accepted if p.name not in _OF_EVERY_CALL]
