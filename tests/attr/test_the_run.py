@@ -160,7 +160,7 @@ def test_a_hook_that_writes_to_the_output(method: Any) -> None:
     same.backbone.layers[1].mixer.register_forward_hook(lambda module, args, out: 0 * out)
     torch.testing.assert_close(model(ids).logits, same(ids).logits)
     if method.__name__ in ("LatimALTI", "LatimNorm", "TransformerAttribution"):
-        with pytest.raises(InputError, match=r"layers\.1\.mixer.*in place.*let the hook return"):
+        with pytest.raises(InputError, match=r"layers\.1\.mixer.*in place.*let it return"):
             method(model).attribute(ids, target=TARGET)
         return
     found, expected = (method(m).attribute(ids, target=TARGET) for m in (model, same))

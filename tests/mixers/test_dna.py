@@ -78,7 +78,7 @@ def hyena(**options: Any) -> Any:
 
 
 def test_more_tokens_than_the_filters_reach() -> None:
-    with pytest.raises(InputError, match="13 tokens were given, but the filters reach over l_max"):
+    with pytest.raises(InputError, match="has 13 tokens, but the filters have l_max=12"):
         hyena()(torch.randn(1, 13, 4))
 
 

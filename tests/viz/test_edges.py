@@ -227,5 +227,5 @@ def test_long_and_awkward_texts_and_refusals():
         plot_graph(graph(), by="weight")
     edges = graph().edges.clone()
     edges[-1, 0] = float("nan")
-    with pytest.raises(InputError, match="graph contains 1 numbers"):
+    with pytest.raises(InputError, match="1 of the numbers in graph"):
         plot_graph(graph(edges=edges))
