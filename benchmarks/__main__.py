@@ -111,10 +111,13 @@ def operators(
 
 
 def _costs(kind: str, operations: Sequence[str], tokens: int, width: int) -> dict[str, Cost]:
-    torch.manual_seed(0)
-    operator = KINDS[kind](tokens, width)
-    found = _operations(operator)
+    found = _of_kind(kind, tokens, width)
     return {name: measure(found[name]) for name in operations if name in found}
+
+
+def _of_kind(kind: str, tokens: int, width: int) -> dict[str, Callable[[], Any]]:
+    torch.manual_seed(0)
+    return _operations(KINDS[kind](tokens, width))
 
 
 def _operations(operator: Operator) -> dict[str, Callable[[], Any]]:
@@ -165,9 +168,8 @@ def _ratios(kind: str) -> dict[str, tuple[float, float]]:
 
     All that is compared takes turns: other processes then slow it down alike.
     """
-    torch.manual_seed(0)
     lengths = (CHECKED_TOKENS, 2 * CHECKED_TOKENS)
-    short, long = (_operations(KINDS[kind](tokens, CHECKED_WIDTH)) for tokens in lengths)
+    short, long = (_of_kind(kind, tokens, CHECKED_WIDTH) for tokens in lengths)
     found = {}
     for operation in (name for name in LINEAR if name in long):
         turns = (long[operation], long["apply"], short[operation])

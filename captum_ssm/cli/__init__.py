@@ -13,7 +13,7 @@ _COMMANDS = (demo, architectures, explain, knockout, methods, estimate, serve)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with ``arguments``, or those of the process; return the exit code."""
+    """Run the command with ``arguments``, default ``sys.argv[1:]``; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="captum-ssm", description="Explain state-space and gated linear recurrent models."
     )

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._names import meant
 from ..attr.call import checks
-from ..errors import ArgumentError, NoMixerError, OptionError, QueryError
+from ..attr.call.given import bound
+from ..errors import NoMixerError, OptionError, QueryError
 from ..operators.base import COMPONENTS
 from ..operators.kernels.rows import slices
 from ..tracing import Mixer
@@ -48,12 +48,7 @@ def _with_names_in_errors(cls: type[Edges]) -> type[Edges]:
 
     @functools.wraps(init)
     def checked(self: Edges, *args: Any, **kwargs: Any) -> None:
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            names = list(signature.parameters)
-            hint = next((meant(name, names) for name in kwargs if name not in names), "")
-            raise ArgumentError(f"Edges: {error}.{hint} Pass only {', '.join(names)}.") from None
+        bound(signature, cls.__name__, args, kwargs, instead={})
         init(self, *args, **kwargs)
 
     cls.__init__ = checked  # type: ignore[method-assign]

@@ -24,7 +24,6 @@ from .page import SCRIPTS, STYLES, served_page
 _LOOPBACK = "127.0.0.1"
 #: The largest accepted request, in bytes.
 _LARGEST_REQUEST = 2**20
-_NOT_AN_OBJECT = "The request is not JSON, or not a JSON object. Send a JSON object."
 #: Seconds after which an idle connection is closed.
 _SILENCE = 30
 #: Seconds between two checks whether the server should stop.
@@ -221,7 +220,8 @@ def _request(content: bytes | None) -> Mapping[str, Any]:
     except (ValueError, RecursionError):
         request = None
     if not isinstance(request, dict):
-        raise _Refusal(HTTPStatus.BAD_REQUEST, _NOT_AN_OBJECT)
+        reason = "The request is not JSON, or not a JSON object. Send a JSON object."
+        raise _Refusal(HTTPStatus.BAD_REQUEST, reason)
     return request
 
 

@@ -48,7 +48,11 @@ def called_by_name(function: Function) -> Function:
 
 
 def bound(
-    signature: inspect.Signature, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    signature: inspect.Signature,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    instead: Mapping[str, str] = _INSTEAD,
 ) -> inspect.BoundArguments:
     """Bind arguments to a signature; an error shows the function's ``name`` and advice."""
     try:
@@ -56,10 +60,8 @@ def bound(
     except TypeError as error:
         taken = [each for each in signature.parameters if each != "self"]
         other = next((each for each in kwargs if each not in taken), None)
-        if other in _INSTEAD:
-            raise ArgumentError(
-                f"{other} is not an argument of {name}. {_INSTEAD[other]}"
-            ) from None
+        if other is not None and other in instead:
+            raise ArgumentError(f"{other} is not an argument of {name}. {instead[other]}") from None
         hint = "" if other is None else meant(other, taken)
         raise ArgumentError(f"{name}: {error}.{hint} Pass only {', '.join(taken)}.") from None
 

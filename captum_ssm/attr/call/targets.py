@@ -82,15 +82,14 @@ class SumTarget:
 
 def _listed(name: str, values: Any) -> Tensor:
     """Check a :class:`SumTarget`'s positions or tokens (n,) or (B, n); return them as (B, n)."""
-    error = TargetError(
-        f"SumTarget has {name}={values!r}. Pass a list or tensor of integers, (n,) or (B, n)."
-    )
     try:
         found = torch.as_tensor(values).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as cause:
-        raise error from cause
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.empty(())  # is refused below
     if found.is_floating_point() or found.dtype == torch.bool or found.dim() not in (1, 2):
-        raise error
+        raise TargetError(
+            f"SumTarget has {name}={values!r}. Pass a list or tensor of integers, (n,) or (B, n)."
+        )
     return (found[None] if found.dim() == 1 else found).long()
 
 

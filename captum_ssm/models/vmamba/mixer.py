@@ -23,7 +23,7 @@ ACTIVATIONS = {"silu": nn.SiLU, "gelu": nn.GELU, "relu": nn.ReLU}
 
 
 class Form(NamedTuple):
-    """The settings of a mixer that a published forward type stands for.
+    """The mixer settings that the name of a published forward type encodes.
 
     Attributes:
         orders: the scan orders: ``"cross"``, ``"rows both ways"`` or ``"rows"``.

@@ -21,7 +21,7 @@ from .example import ShownExample, Subject
 from .outline import Outline
 from .parts import Account, account, options_of_parts, roles_of
 
-#: The 16-bit integer that stands for the largest absolute value of a row.
+#: The 16-bit integer that encodes the largest absolute value of a row.
 _STEPS = 2**15 - 1
 #: Estimated size in bytes of one token's values and roles (six lists) in JSON.
 _WRITTEN = 40
