@@ -1,4 +1,4 @@
-"""README.md becomes the description of the distribution, with links that work away from here."""
+"""The distribution's links: README.md becomes its description, with links that work elsewhere."""
 
 import re
 from configparser import ConfigParser
@@ -9,14 +9,18 @@ from setuptools import setup
 HERE = Path(__file__).parent
 
 
-def description() -> str:
-    """Return README.md with absolute links, to the address in setup.cfg."""
-    settings = ConfigParser()
-    settings.read(HERE / "setup.cfg")
-    address = settings["metadata"]["url"]
+def description(address: str) -> str:
+    """Return README.md with absolute links."""
     text = (HERE / "README.md").read_text(encoding="utf-8")
     pictures = re.sub(r"(!\[[^\]]*\]\()(?!https?:)", rf"\1{address}/raw/main/", text)
     return re.sub(r"(\]\()(?!https?:|#)", rf"\1{address}/blob/main/", pictures)
 
 
-setup(long_description=description())
+settings = ConfigParser()
+settings.read(HERE / "setup.cfg")
+url = settings["metadata"]["url"]
+pages = {"Documentation": "docs/index.md", "Changelog": "CHANGELOG.md"}
+setup(
+    long_description=description(url),
+    project_urls={name: f"{url}/blob/main/{path}" for name, path in pages.items()},
+)

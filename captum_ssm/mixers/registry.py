@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, metadata
 
 from torch import nn
 
@@ -18,7 +18,6 @@ from .base import Linearize
 from .likeness import nearest, parts_of
 from .table import ADAPTERS, BUILT_IN, Architecture, Joins
 
-HOW_TO = "docs/howto/adding_an_architecture.md"
 #: Entry points of installed packages: functions without arguments that call register_mixer().
 ENTRY_POINTS = "captum_ssm.mixers"
 
@@ -231,14 +230,23 @@ def proposal(module: nn.Module) -> str:
     return ""
 
 
+def how_to() -> str:
+    """Return the page on writing adapters: its address, or its path in an uninstalled checkout."""
+    page = "docs/howto/adding_an_architecture.md"
+    try:
+        return f"{metadata('captum_ssm')['Home-page']}/blob/main/{page}"
+    except PackageNotFoundError:
+        return page
+
+
 def what_is_served() -> str:
     """Return two sentences for errors: how to add an adapter, and which families have one."""
     families = list(dict.fromkeys(a.family for a in supported_architectures()))
     more = len(families) - _SHOWN
     rest = f" and {more} more, which supported_architectures() lists" if more > 0 else ""
     return (
-        f"{HOW_TO} shows how to write an adapter and register it with register_mixer(). Supported "
-        f"families are {', '.join(families[:_SHOWN])}{rest}."
+        f"{how_to()} shows how to write an adapter and register it with register_mixer(). "
+        f"Supported families are {', '.join(families[:_SHOWN])}{rest}."
     )
 
 

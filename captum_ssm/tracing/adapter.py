@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import AdapterError, CaptumSSMError, InputError
 from ..mixers.base import Call, LinearMixer
-from ..mixers.registry import HOW_TO, class_path
+from ..mixers.registry import class_path, how_to
 from ..operators import Operator
 from ..operators.base import COMPONENTS
 from ..operators.kernels.portions import ran_out_of_memory
@@ -170,5 +170,5 @@ def _error(mixer: Mixer, complaint: str) -> AdapterError:
     served = f", which is served with like={like!r}" if like else ""
     return AdapterError(
         f"Layer {mixer.name!r}, a {class_path(type(mixer.module))}{served}: its adapter "
-        f"{where}.{name} {complaint}. Correct the adapter as described in {HOW_TO}."
+        f"{where}.{name} {complaint}. Correct the adapter as described in {how_to()}."
     )

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import ReconstructionError
 from ..mixers.base import Call, LinearMixer
-from ..mixers.registry import HOW_TO
+from ..mixers.registry import how_to
 from ..mixers.table import Architecture
 from ..operators import Chain, Operator, Sum
 from ..operators.kernels.arithmetic import WITHOUT_DOUBLE, autocast_dtype, sum_tensors
@@ -311,8 +311,8 @@ def require_same(name: str, architecture: Architecture, error: Error, limit: flo
     if architecture.like:
         raise ReconstructionError(
             f"{found} {architecture.class_path} is served with like={architecture.like!r}, but "
-            f"computes something else. Pass register_mixer() a custom adapter; {HOW_TO} shows how "
-            "to write one."
+            f"computes something else. Pass register_mixer() a custom adapter; {how_to()} shows "
+            "how to write one."
         )
     raise ReconstructionError(
         f"{found} The module differs from its adapter. If the adapter is yours, correct it; "

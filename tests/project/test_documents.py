@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from configparser import ConfigParser
 from importlib.metadata import metadata
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from helpers.documents import PAGES, ROOT, blocks, links, run
 from helpers.marks import slow_but
 from zoo.language import byte_tokenizer
 from zoo.small import mamba_lm
+
+from captum_ssm.mixers.registry import how_to
 
 #: The page that plain pytest runs.
 QUICK = ("README.md",)
@@ -66,6 +69,13 @@ def test_links_of_pages_that_sphinx_does_not_read_lead_to_files() -> None:
 def test_the_description_of_the_distribution_has_absolute_links() -> None:
     links = re.findall(r"\]\(([^)]*)\)", metadata("captum_ssm").json["description"])
     assert len(links) > 20 and all(link.startswith("https://") for link in links)
+
+
+def test_errors_give_the_address_of_the_page_on_adapters() -> None:
+    settings = ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    address, path = how_to().split("/blob/main/")
+    assert address == settings["metadata"]["url"] and (ROOT / path).is_file()
 
 
 def test_the_files_to_read_first_have_the_named_parts() -> None:
