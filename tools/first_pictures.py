@@ -1,13 +1,18 @@
-"""Make the pictures of README.md anew: its example's report in a browser, cuts there, and the demo.
+"""Draw the pictures of README.md and of the notebook on Insights again.
 
 Usage: python tools/first_pictures.py [FOLDER], by default docs/images. It needs Chromium.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from PIL import Image
 
@@ -19,7 +24,8 @@ from captum_ssm import report
 from captum_ssm.cli import main
 from captum_ssm.models import load_bundled
 
-IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "docs" / "images"
 PROMPT = "anna owns the lamp . bob owns the kite . ? anna owns the"
 #: Of the window, and how many pixels of the picture there are for each of it.
 _SIZE, _SCALE = (1280, 800), 1.25
@@ -46,7 +52,7 @@ _STEP = "document.getAnimations().forEach((a) => { a.pause(); a.currentTime += %
 
 
 def draw(folder: Path) -> None:
-    """Write ``report.png``, ``demo.png`` and ``scissors.gif``.
+    """Write ``report.png``, ``demo.png``, ``scissors.gif`` and ``insights_page.png``.
 
     Args:
         folder: where they go.
@@ -63,13 +69,30 @@ def draw(folder: Path) -> None:
         for name, picture in (("report", "report.png"), ("demo", "relevance.png")):
             Image.open(made / picture).convert("RGB").save(folder / f"{name}.png", optimize=True)
             print(folder / f"{name}.png")
+    insights(folder / "insights_page.png")
 
 
-def photograph(page: Path, picture: Path) -> None:
-    """What a browser shows of a page before anybody scrolls.
+def insights(picture: Path) -> None:
+    """Take a picture of the page that the notebook on Insights serves.
 
     Args:
-        page: the file.
+        picture: where it goes.
+    """
+    notebook = json.loads((ROOT / "tutorials" / "05_insights.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    last = next(i for i, cell in enumerate(cells) if cell.endswith("\nsentences"))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec("\n".join(cells[: last + 1]), names)
+    with names["sentences"] as sentences, redirect_stdout(StringIO()) as printed:
+        sentences.serve()
+        photograph(re.findall(r"http://\S+", printed.getvalue())[0], picture)
+
+
+def photograph(page: Path | str, picture: Path) -> None:
+    """Take a picture of a page before anybody scrolls.
+
+    Args:
+        page: the file or the address.
         picture: where it goes.
     """
     path = program()
@@ -78,6 +101,8 @@ def photograph(page: Path, picture: Path) -> None:
     with chromium(path) as browser:
         shown = Page(browser, *_SIZE, scale=_SCALE)
         shown.goto(page)
+        if isinstance(page, str):
+            shown.settle()
         shown.screenshot(picture)
 
 

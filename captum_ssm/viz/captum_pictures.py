@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, OptionError
-from .figure import numbers
+from .figure import for_notebooks, numbers
 from .labels import as_words, shown, spelled
 from .overlay import picture_of, pixels_of
 
@@ -126,7 +126,7 @@ def captum_image(
     figure, axis = visualization.visualize_image_attr(
         pixels, picture, method=method, sign=sign, title=heading or None, **options
     )
-    return figure, axis
+    return for_notebooks(figure), axis
 
 
 def captum_text(

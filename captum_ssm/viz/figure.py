@@ -6,6 +6,8 @@ Colors are distinct for most kinds of color vision; scales of both signs are cen
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +35,18 @@ def new_figure(width: float, height: float, **grid: Any) -> tuple[Figure, Any]:
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(**grid)
+    return for_notebooks(figure), figure.subplots(**grid)
+
+
+def for_notebooks(figure: Figure) -> Figure:
+    """Let a notebook show a figure outside of pyplot; by default it does so only after pyplot."""
+    figure._repr_png_ = partial(_picture, figure)  # type: ignore[attr-defined]
+    return figure
+
+
+def _picture(figure: Figure) -> bytes:
+    figure.savefig(file := BytesIO(), format="png", bbox_inches="tight")
+    return file.getvalue()
 
 
 def numbers(values: Any, what: str) -> Tensor:

@@ -69,6 +69,8 @@ def plot_roles(
         >>> [float(bar.get_height()) for bar in axes[0].patches]
         [0.0, 2.0, 1.0, 0.5]
     """
+    from matplotlib.patheffects import withStroke
+
     if not isinstance(roles, Mapping) or not roles:
         raise InputError(
             f"roles={roles!r} is not accepted. Pass a mapping from at least one role to one number "
@@ -96,6 +98,7 @@ def plot_roles(
         above, below = above + parts.clamp(min=0), below + parts.clamp(max=0)
     high, low = float(above.max()), float(below.min())
     room = 0.1 * (high - low or 1.0)
+    halo = [withStroke(linewidth=3, foreground="white")]
     for role, stacked in bars.items():
         best = max(range(len(names)), key=lambda i: stacked[i][1])
         if stacked[best][1] <= _NAMED * (high - low):
@@ -105,7 +108,7 @@ def plot_roles(
             if best in here:
                 start, part = stacked[best]
                 spot = middles[best] + _WIDE / 2 + 0.3, start + part / 2
-                axis.text(*spot, shown(role), va="center", fontsize=8.5)
+                axis.text(*spot, shown(role), va="center", fontsize=8.5, path_effects=halo)
             axis.set_ylim(low - room, high + room)
     _explain(figure, scores)
     if title:

@@ -92,6 +92,11 @@ REFUSED: dict[str, Callable[[], object]] = {
 }
 
 
+def test_a_notebook_shows_a_figure_without_pyplot() -> None:
+    figure, _ = new_figure(2.0, 1.0)
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
 def test_the_identity_is_white_if_the_asking_token_is_named() -> None:
     scores = torch.tensor([0.2, -0.1, 5.0])
     given = {name: scores for name in ("LatimFlow", "MambaAttribution")}

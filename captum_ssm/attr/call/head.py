@@ -126,7 +126,7 @@ def _head_can_be_limited(
             return False
         model = owner
     forward, call = type(model).forward, type(model).__call__
-    code = getattr(inspect.unwrap(forward), "__module__", "")
+    code = getattr(inspect.unwrap(forward), "__module__", None) or ""
     if code.split(".")[0] != "transformers" or call is not nn.Module.__call__:
         return False
     signature = inspect.signature(forward)
