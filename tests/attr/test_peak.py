@@ -59,8 +59,10 @@ def test_a_span_holds_what_one_token_does() -> None:
     assert more - of_one <= 2 * 7
 
 
-@pytest.mark.parametrize("rule", ["frozen", "centered"])
-@pytest.mark.parametrize(("ask", "options"), [("attribute", {}), ("decompose", {"roles": False})])
+@pytest.mark.parametrize(
+    ("ask", "options", "rule"),
+    [("attribute", {}, "frozen"), ("decompose", {"roles": False}, "centered")],
+)
 def test_blocks_that_run_again_add_their_stream_alone(
     ask: str, options: dict[str, Any], rule: str
 ) -> None:

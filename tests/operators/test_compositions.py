@@ -45,7 +45,7 @@ def composed(inner: st.SearchStrategy[Kind]) -> st.SearchStrategy[Kind]:
 
 
 @pytest.mark.slow
-@settings(max_examples=8, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=4, phases=(Phase.explicit, Phase.generate))
 @given(st.data(), st.integers(1, 12), st.integers(1, 2), st.integers(0, 2**31), st.booleans())
 def test_any_composition(
     data: st.DataObject, tokens: int, per_head: int, seed: int, small: bool

@@ -12,8 +12,8 @@ from captum_ssm.cli import main
 from captum_ssm.explain.methods import method_classes
 
 COMMANDS = [x for page in PAGES for x in commands(page) if x.program == "captum-ssm"]
-#: Servers, which end when they are interrupted.
-ENDLESS = ("serve",)
+#: Servers end when they are interrupted; the gate runs README.md's demo.
+NOT_HERE = ("serve", "demo")
 
 
 class Parsed(Exception):
@@ -40,7 +40,7 @@ def runs() -> list[Command]:
     return [
         command
         for command in {each.arguments: each for each in COMMANDS}.values()
-        if not command.needs and not command.launched and command.arguments[0] not in ENDLESS
+        if not command.needs and not command.launched and command.arguments[0] not in NOT_HERE
     ]
 
 
