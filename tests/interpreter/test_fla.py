@@ -63,6 +63,8 @@ ROUNDED_IN_CHUNKS = {
 ROUNDED_IN_HALF = {"RetNet": (5e-3, "the angles that it turns by are kept in the model's format")}
 #: Families whose chunks refuse float32.
 HALF_IN_CHUNKS = ("DeltaNet", "GatedDeltaProduct")
+#: Families that call GLA's kernels.
+LIKE_GLA = {"GSA", "LightNet"}
 
 
 def made(fla: FLA, family: str, dtype: torch.dtype) -> nn.Module:
@@ -87,7 +89,7 @@ def test_single_steps(fla: FLA, family: str, dtype: torch.dtype) -> None:
     interpreted.check(model, torch.randint(19, (2, 13)), bound=bound(family, dtype))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(set(FAMILIES) - LIKE_GLA, FAMILIES))
 def test_chunks(fla: FLA, family: str) -> None:
     only_half = family in HALF_IN_CHUNKS
     dtype = torch.bfloat16 if only_half else torch.float32
@@ -102,7 +104,11 @@ def test_layers_alone(fla: FLA, name: str, tokens: int) -> None:
     interpreted.check(layer, torch.randn(2, tokens, 18))
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"PaTHAttention"}))  # it asks for a cache
+@pytest.mark.parametrize(
+    "family",
+    # PaTHAttention asks for a cache
+    slow_but(set(FAMILIES) - LIKE_GLA, sorted(set(FAMILIES) - {"PaTHAttention"})),
+)
 def test_packed_sequences(fla: FLA, family: str) -> None:
     """As layers make them of a padded batch."""
     dtype = torch.float32
