@@ -39,10 +39,11 @@ class FlowMethod(LinearMethod):
         layers: Sequence[str | nn.Module] | None = None,
         *,
         rule: Rule | None = None,
-        recompute: bool = False,
+        recompute: bool | None = None,
     ) -> None:
         super().__init__(forward_func, model, layers)
-        checks.flags(recompute=recompute)
+        if recompute is not None:
+            checks.flags(recompute=recompute)
         self.recompute = recompute
         if rule is not None:
             self.default_rule = checks.choice("rule", rule, FAMILY)
@@ -65,8 +66,14 @@ class FlowMethod(LinearMethod):
                 "contribution of the baselines. Pass rule='frozen' or 'half', or zero_bias=False."
             )
         verify = not zero_bias if verify is None else checks.tolerance("verify", verify)
-        options = {**more, "recompute": self.recompute}
-        return Rules(chosen, constants=not zero_bias, by_layer=by_layer, verify=verify, **options)
+        return Rules(
+            chosen,
+            constants=not zero_bias,
+            by_layer=by_layer,
+            verify=verify,
+            recompute=self.recompute,
+            **more,
+        )
 
     def _relevance(
         self,
@@ -138,7 +145,8 @@ class LatimFlow(FlowMethod):
         rule: the default ``rule`` of calls; see :meth:`attribute`. Default: None, ``"balanced"``.
         recompute: keep no autograd graph inside the model's blocks, and run each block again in
             backward passes. Each block then keeps only one residual stream in memory, and calls
-            take up to twice as long. Default: False.
+            take up to twice as long. Default: None, only after the device's memory was too small
+            without.
 
     Raises:
         ModelNotFoundError: if no module is found from forward_func and ``model`` is None.
@@ -415,7 +423,8 @@ class MambaLRP(LatimFlow):
         rule: the default ``rule`` of calls; see :meth:`attribute`. Default: None, ``"half"``.
         recompute: keep no autograd graph inside the model's blocks, and run each block again in
             backward passes. Each block then keeps only one residual stream in memory, and calls
-            take up to twice as long. Default: False.
+            take up to twice as long. Default: None, only after the device's memory was too small
+            without.
 
     Raises:
         ModelNotFoundError: if no module is found from forward_func and ``model`` is None.

@@ -201,3 +201,42 @@ def test_mixers_run_without_rules_and_again_with_them() -> None:
     frozen_flow(model, recompute=True).attribute(torch.randint(15, (1, 7)), (-1, 3), verify=False)
     names = [mixer.name for mixer in find_mixers(model)]
     assert called == [(name, False) for name in names] + [(name, True) for name in names[::-1]]
+
+
+def fill_at_first(module: nn.Module) -> Any:
+    """Run out of memory when a module is called for the first time."""
+    calls: list[int] = []
+
+    def fill(module: nn.Module, args: Any) -> None:
+        calls.append(len(calls))
+        if calls == [0]:
+            raise torch.cuda.OutOfMemoryError("no room")
+
+    return module.register_forward_pre_hook(fill)
+
+
+@pytest.mark.filterwarnings("error")
+def test_where_memory_runs_out_blocks_run_again() -> None:
+    model: Any = transformers_model("mamba", num_hidden_layers=2).double()
+    ids, asked = torch.randint(15, (2, 9)), {"target": (-1, 3)}
+    with fill_at_first(model.backbone.norm_f), pytest.warns(UserWarning, match="recompute=True"):
+        found = LatimFlow(model).decompose(ids, **asked)
+    again = LatimFlow(model, recompute=True).decompose(ids, **asked)
+    assert all(torch.equal(x, parts_of(again)[name]) for name, x in parts_of(found).items())
+    with (
+        fill_at_first(model.backbone.norm_f),
+        pytest.raises(torch.cuda.OutOfMemoryError, match="no room"),
+    ):
+        LatimFlow(model, recompute=False).attribute(ids, **asked)
+
+
+def test_where_blocks_cannot_run_again_the_full_memory_is_said() -> None:
+    """Of one mixer, which no list of blocks contains."""
+    model = nn.Sequential(transformers_model("mamba", num_hidden_layers=1).backbone.layers[0])
+    with (
+        fill_at_first(model[0].norm),
+        pytest.warns(UserWarning, match="recompute=True"),
+        pytest.raises(torch.cuda.OutOfMemoryError, match="no room") as caught,
+    ):
+        LatimFlow(model).attribute(torch.randn(1, 5, model[0].norm.weight.numel()), (-1, 3))
+    assert isinstance(caught.value.__cause__, OptionError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,9 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...errors import InputError
+from ...errors import CaptumSSMError, InputError
 from ...linear import Network, Rule, linearized
 from ...operators.kernels.arithmetic import unseen
+from ...operators.kernels.portions import ran_out_of_memory
 from ..call import checks
 from ..call.head import Kept, kept_positions
 from ..call.inputs import BatchPart, several_inputs, single_input
@@ -130,7 +132,8 @@ class Rules:
         by_role: whether relevance is computed by role. Default: False.
         features: whether relevance of streams and mixer outputs is kept by feature. Default: False,
             the sum over features.
-        recompute: whether blocks run again in backward passes, to save memory. Default: False.
+        recompute: whether blocks run again in backward passes, to save memory. Default: None, only
+            after the device's memory was too small without.
     """
 
     rule: Rule
@@ -139,13 +142,31 @@ class Rules:
     verify: bool | float
     by_role: bool = False
     features: bool = False
-    recompute: bool = False
+    recompute: bool | None = None
 
 
 def decompositions(
     request: Request, questions: Sequence[Against], rules: Rules, baselines: Baselines = None
 ) -> list[Decomposition]:
     """Run the linear network once, and decompose each target with one backward pass."""
+    sites = request.begins, request.ends, *request.cuts
+    if rules.recompute is None and not any(sites):
+        try:
+            return decompositions(request, questions, replace(rules, recompute=False), baselines)
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
+            # without the traceback, which would hold what has filled the memory
+            kind, full = type(error), str(error)
+        warnings.warn(
+            "The device's memory is too small for the whole autograd graph, so blocks run again in "
+            "backward passes. Pass recompute=True to the method to skip the first attempt.",
+            stacklevel=2,
+        )
+        try:
+            return decompositions(request, questions, replace(rules, recompute=True), baselines)
+        except CaptumSSMError as refused:
+            raise kind(full) from refused
     found, alone_run = _decompositions(request, questions, rules, baselines)
     if alone_run is not None:
         alone_run.require([(q, each.output) for q, each in zip(questions, found, strict=True)])
@@ -340,7 +361,7 @@ def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tenso
         begins=request.begins,
         cuts=request.cuts,
         reads=() if request.ends is None else (request.ends.site,),
-        recompute=rules.recompute,
+        recompute=bool(rules.recompute),
     ) as network:
         mode = network.mode
         output = request.output(mode.begun(request.inputs), [x.clone() for x in mode.others])
