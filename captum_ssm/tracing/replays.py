@@ -194,7 +194,7 @@ class Replays:
         self._largest: dict[int, Tensor] = {}
         #: Mixers whose replayed outputs include the changes by other forward hooks.
         self._settled: set[nn.Module] = set()
-        if beginning.is_ambiguous and self._looks_up_others():
+        if beginning.is_ambiguous and self._must_begin_at_ids():
             beginning.looked_up = None
         if beginning.looked_up is not None:
             self.root = beginning.looked_up
@@ -244,20 +244,26 @@ class Replays:
             self.run(lambda k, _: self.noisy(self.leaf(k), False if on is None else on, k))
         return found
 
-    def _looks_up_others(self) -> bool:
-        """Replay with new ids; return True if the first look-up may be of ids not explained."""
+    def _must_begin_at_ids(self) -> bool:
+        """Return True if the ids that are looked up first may not be the explained ids.
+
+        Called if they are equal but a copy, such as the reversed ids of a palindrome. The model
+        runs once with other ids. The result is False if each token's embedding changes and no id
+        occurs twice, since then the copy has their order. It is also False if the first layer's
+        input does not change.
+        """
         before, ids = self.beginning.looked_up, self.beginning.ids
-        moved = torch.zeros(ids.shape, dtype=torch.bool, device="cpu")
+        changes = torch.zeros(ids.shape, dtype=torch.bool, device="cpu")
 
         def see(x: Tensor) -> Tensor:
             if before is not None and x.shape == before.shape:
-                moved[:] = changed(x, before)[:, : ids.shape[1]]
+                changes[:] = changed(x, before)[:, : ids.shape[1]]
             return x
 
         with self.beginning.at_look_up(see):
-            noise = functools.partial(self.noisy, on=True)
+            noise = functools.partial(self.noisy, on=True)  # replaces the ids by others
             read, _ = self.run(lambda k, _: self.leaf(k).clone(), noise)
-        if bool(moved.all() and ids.sort(1).values.diff(dim=1).all()):
+        if bool(changes.all() and ids.sort(1).values.diff(dim=1).all()):
             return False
         return bool(changed(read[0], self.layers[0].call.hidden_states).any())
 

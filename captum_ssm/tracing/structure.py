@@ -449,13 +449,22 @@ class _OrderSearch:
         return [torch.where(places < 0, -1, places ^ self._salt()) for places in found]
 
     def _mixed(self, k: int, spread: Callable[[Tensor], Any], on: Tensor) -> InputError:
-        """Return an error that names the module, if found, that mixed tokens before layer k."""
-        there, others = (self._inside(k, functools.partial(spread, x)) for x in (on, ~on))
-        calm = self._inside(k, self._silent)
+        """Return an error that names the module, if found, that mixed tokens before layer k.
+
+        The module is the first one whose output, but not its input, has an entry that changes both
+        with noise at some tokens and with noise at all others.
+
+        Args:
+            k: index of the layer, or the number of layers for the output.
+            spread: a replay with noise at the tokens of a mask.
+            on: about half of the tokens (B, L).
+        """
+        silent = self._inside(k, self._silent)
+        first, second = (self._inside(k, functools.partial(spread, x)) for x in (on, ~on))
         where = f"after {_lower_first(self.names[k - 1])}" if k else "before the first layer"
-        for (name, *before), (_, *one), (_, *other) in zip(calm, there, others, strict=False):
-            met = [_both_change(*each) for each in zip(before, one, other, strict=True)]
-            if met == [False, True]:
+        for (name, *calm), (_, *one), (_, *other) in zip(silent, first, second, strict=False):
+            before, behind = (_both_change(*each) for each in zip(calm, one, other, strict=True))
+            if behind and not before:
                 where = f"in module {name!r}"
                 break
         return InputError(
@@ -572,11 +581,27 @@ class _OrderSearch:
             found[k] |= read[:none]
 
     def _link_pooled(self, found: Tensor) -> None:
-        """Find the layers that a pooled output reads; set the last row of ``found`` accordingly."""
+        """Find the outputs that a pooled output reads; set the last row of ``found`` to them.
+
+        A pooled output has no tokens to test several outputs at once. The last layer, and those
+        that read the same, are tested one by one: do they change the output, with the others of
+        them at zero? All earlier outputs are tested together, with these layers at zero.
+
+        Args:
+            found: for each layer and the output, whether it reads the root and each layer.
+        """
         last = len(self.leaves) - 1
         stage = [k for k in range(last + 1) if k == last or torch.equal(found[k], found[last])]
 
         def output(of_stage: Tensor, of_others: bool, alone: int | None = None) -> Tensor:
+            """Replay; return the output for each example (B, n).
+
+            Args:
+                of_stage: tokens (B, L) with noise in the last layers, which are zero elsewhere.
+                of_others: whether the root and earlier layers have noise.
+                alone: the only one of the last layers that is not zero. Default: None, all.
+            """
+
             def leaf(k: int, _: Tensor) -> Tensor:
                 own, order = self.leaves[k], self.orders[k]
                 if k not in stage:
@@ -586,8 +611,8 @@ class _OrderSearch:
                 return self.replays.noisy(own, on, k) * on.to(own.device)[..., None]
 
             root = self._root_mask(torch.full_like(self.keep, of_others))
-            found = self.replays.run(leaf, lambda x: self.replays.noisy(x, root))[1]
-            return found.reshape(len(found), -1)
+            pooled = self.replays.run(leaf, lambda x: self.replays.noisy(x, root))[1]
+            return pooled.reshape(len(pooled), -1)
 
         everywhere, given = torch.ones_like(self.keep), self.given >= 0
         neither = output(~everywhere, False)
@@ -596,7 +621,8 @@ class _OrderSearch:
         older = found[last].nonzero().flatten()
         found[-1, older] = changed(output(~everywhere, True), neither).any()
         if older.tolist() == [0] and not bool(given.all()):
-            # of tokens that were not given nothing tells whether they pass the only stage by
+            # an output that reads only tokens added by the model never meets noise in the root;
+            # such tokens are taken to pass the layers by
             found[-1, 0] |= not bool(changed(output(given, False), neither).any())
 
 

@@ -42,7 +42,7 @@ TOLERANCES = {
 _TF32 = 5e-3
 #: Number of tokens beyond which the tolerance grows in proportion, as the rounding of long sums
 #: does, and the largest tolerance that this growth may reach.
-_TOKENS, _MOST = 1024, 1e-3
+_GROWS_FROM, _GROWS_TO = 1024, 1e-3
 #: Divisor of the tolerance for sums with random signs, and the number of sums that are compared if
 #: one more sum costs almost nothing.
 _STRICTER, _DRAWS = 4, 4
@@ -52,7 +52,10 @@ _FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)
 
 
 def tolerance_for(output: Tensor, module: nn.Module | None = None) -> float:
-    """Return the largest accepted error of an operator, by the module's precision.
+    """Return the largest accepted error max|a - b| / max|b| of an operator's output.
+
+    It is that of the least precise among the dtypes of output, parameters and autocast, and grows
+    with the number of tokens.
 
     Args:
         output: the module's output (B, L, E). Call this function in the same autocast context.
@@ -64,7 +67,7 @@ def tolerance_for(output: Tensor, module: nn.Module | None = None) -> float:
     limit = max(TOLERANCES.get(dtype, TOLERANCES[torch.float32]) for dtype in dtypes)
     if output.device.type == "cuda" and output.dtype == torch.float32:
         limit = max(limit, _TF32)
-    return max(limit, min(limit * output.shape[1] / _TOKENS, _MOST))
+    return max(limit, min(limit * output.shape[1] / _GROWS_FROM, _GROWS_TO))
 
 
 def relative_error(rebuilt: Tensor, real: Tensor) -> float:

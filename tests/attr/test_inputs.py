@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zoo.small import WIDTH, classifier, mamba_lm, token_ids
 
 from captum_ssm import MambaAttribution
+from captum_ssm.errors import InputError
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +31,22 @@ def test_embeddings_of_a_model_with_input_ids_only(
     # it is these embeddings that run, not those of some token
     other = method(model).attribute(embeddings + 1, target=(4, 3))
     assert not torch.allclose(other, found, rtol=1e-3)
+
+
+class TakesMore(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm = mamba_lm()
+
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, *scales: Tensor) -> Any:
+        return self.lm(input_ids, inputs_embeds=inputs_embeds).logits * sum(scales, 1)
+
+
+def test_arguments_without_a_name_do_not_vanish_with_embeddings() -> None:
+    model, ids = TakesMore(), token_ids(1, 5)
+    embeddings = model.lm.get_input_embeddings()(ids).detach()
+    with pytest.raises(InputError, match=r"holds 1 values for \*scales"):
+        frozen_flow(model).attribute(embeddings, (-1, 3), (None, torch.ones(())))
 
 
 class Series(nn.Module):

@@ -228,7 +228,7 @@ def _call_on_embeddings(
             )
         bound.arguments.pop("input_ids")
         bound.arguments["inputs_embeds"] = inputs
-        return function(**_named(bound))
+        return function(**_as_keywords(bound))
     with _embedded(function, inputs):
         ids = inputs.new_zeros(inputs.shape[:2]).long()
         return function(ids, *additional, **named)
@@ -284,14 +284,20 @@ def _forward_of_base(model: nn.Module) -> Callable[..., Any]:
     return forward
 
 
-def _named(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Return bound arguments as keyword arguments, without ``*args``."""
+def _as_keywords(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Return bound arguments as keyword arguments, for a call in which one has another name."""
     named: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
             named.update(value)
-        elif kind is not inspect.Parameter.VAR_POSITIONAL:
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            raise InputError(
+                f"additional_forward_args holds {len(value)} values for *{name} of the model's "
+                "forward, which cannot be passed with embeddings. Pass a forward_func that takes "
+                "embeddings."
+            )
+        else:
             named[name] = value
     return named
 

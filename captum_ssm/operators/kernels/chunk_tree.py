@@ -59,7 +59,12 @@ def chunks_up_to(chunk_of: ChunkOf, rows: range, each: int) -> list[Chunk]:
 
 
 def _by_head(chunk: Chunk) -> Chunk:
-    """Multiply the chunk's ``faded`` factors into reads and writes, which then are per head."""
+    """Return the chunk with reads and writes per head (B, H, C, T, N).
+
+    The G groups of heads may share reads and writes (B, G, C, T, N). What differs between the heads
+    of a group are the factors ``faded`` (B, H, C, T, 1): decays since the chunk's start (of reads)
+    and until its end (of writes). They are multiplied into reads and writes.
+    """
     if chunk.faded is None:
         return chunk
     heads = chunk.within.shape[1]

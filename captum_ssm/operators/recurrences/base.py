@@ -169,8 +169,10 @@ class ChunkedHeads(Recurrent, HeadOperator):
         return assemble(self._chunks_up_to(range(tokens)), out)
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
-        common = (common_to_channels(left, x, self.shape) is not None for x in band.values())
-        if by_head or len(band) == 1 or any(common):
+        # One pass over the chunks serves all lags; the base class takes one pass for each, but maps
+        # one channel of a head if the factors are common to all.
+        per_head = (common_to_channels(left, x, self.shape) is not None for x in band.values())
+        if by_head or len(band) == 1 or any(per_head):
             return super().entries(left, band, rows, by_head)
         row, *rights = (x.expand(self.shape) for x in (left, *band.values()))
         with torch.no_grad(), full_precision(self.device), underflow_flushed():
