@@ -88,19 +88,23 @@ class FlowMethod(LinearMethod):
         return_convergence_delta: bool,
         ends: Inner | None = None,
     ) -> Any:
-        """Return relevance in the inputs' shape or per token, and on request the delta."""
+        """Return relevance in the inputs' shape or per token, and on request the delta.
+
+        ``ends`` is a value inside the network to explain; None for the output.
+        """
         checks.flags(per_token=per_token)
-        start = out_of_tuple(baselines)
+        given = out_of_tuple(baselines)
 
         def explain(
             request: Request, questions: Sequence[Against], cut: BatchPart
         ) -> list[Explained]:
+            """Return for each question relevance, the delta (B,), and relevance of more inputs."""
             request = replace(request, ends=ends)
             images = any(x.dim() == 4 for x in (request.inputs, *request.others))
             grid = PatchGrid(request.model) if images and per_token else None
             with nullcontext() if grid is None else grid.watch():
-                found = decompositions(request, questions, rules, cut(start))
-            ids = request.inputs.dim() == 2
+                found = decompositions(request, questions, rules, cut(given))
+            by_token = request.inputs.dim() == 2  # ids, or one number for each token
 
             def shown(relevance: Tensor) -> Tensor:
                 if not per_token:
@@ -111,7 +115,7 @@ class FlowMethod(LinearMethod):
 
             return [
                 (
-                    each.tokens if ids else shown(each.inputs),
+                    each.tokens if by_token else shown(each.inputs),
                     each.delta,
                     *map(shown, each.others),
                 )

@@ -58,7 +58,8 @@ def carried(
 
     Args:
         linear: the mixer.
-        pairs: the (target, source) pairs; if the share includes constants, sources are ignored.
+        pairs: masks of targets and of sources, (R, B, L) each: in row r all sources send to all
+            targets. If the share includes constants, sources are ignored.
         share: the selected components and heads of each message.
         layer: the mixer's name, for error messages.
         values: replacements of the mixer's values; constants are then omitted. Default: None, the
@@ -67,20 +68,20 @@ def carried(
     of_mixer = values is None
     values = linear.values if values is None else values
     operators: list[tuple[int, Operator]] = [(1, linear.operator)]
-    if share.without is not None:
+    if share.without is not None:  # what some components add is the whole less the others
         operators.append((-1, _without(linear, share.without, layer)))
-    found = torch.zeros_like(values)
+    total = torch.zeros_like(values)
     for targets, sources in pairs:
         targets, sources = (x.to(values.device)[..., None, None] for x in (targets, sources))
         for stack in in_stacks(range(len(targets)), values.numel(), values.device):
             part = slice(stack.start, stack.stop)
             for sign, operator in operators:
-                if share.constants:
-                    made = operator.affine(values) if of_mixer else operator.apply(values)
+                if share.constants:  # all that a target receives
+                    received = operator.affine(values) if of_mixer else operator.apply(values)
                 else:
-                    made = operator.apply(values * sources[part])
-                found += sign * (made * targets[part]).sum(0)
-    return found * of_heads(linear, share.heads, layer)
+                    received = operator.apply(values * sources[part])
+                total += sign * (received * targets[part]).sum(0)
+    return total * of_heads(linear, share.heads, layer)
 
 
 def _without(linear: LinearMixer, components: frozenset[str], layer: str) -> Operator:

@@ -219,6 +219,7 @@ class Network(Watcher):
     def reads(self, module: nn.Module, sequence: Tensor | None) -> bool:
         """Return True if the mixer is explained by its own running code; see :mod:`.reading`.
 
+        This is decided when the mixer's input is first known; ``sequence`` is None if it is not.
         An operator is needed instead if heads are read or cut, for relevance by role with rule
         ``"half"``, and without constants, to keep the coefficients of the run with constants.
         """
@@ -510,6 +511,14 @@ def under_rules(
     """Apply the rules for torch functions to the runs of a model inside the ``with``.
 
     A watcher of the run handles the mixers: :class:`Network` or :class:`.DirectPaths`.
+
+    Args:
+        model: the model.
+        inputs: the explained input. If it holds ids, the linear network begins at their look-up.
+        rule, by_role, constants: as in :func:`linearized`.
+
+    Yields:
+        The torch function mode with the rules.
     """
     names = {module: name for name, module in model.named_modules()}
 
@@ -518,13 +527,13 @@ def under_rules(
 
     ids = None if inputs.is_floating_point() else inputs
     mode = Linearizing(ids, rule, where, constants, by_role)
-    mode.checks.update(refusals(model))
+    mode.checks.update(refusals(model))  # of dropout, batch statistics and the like
     if ids is None:
         mode.begin(inputs)
     with ExitStack() as stack:
         require_gathered(model, model.modules())
-        stack.enter_context(whole(model.modules()))
-        stack.enter_context(recordable(model))
+        stack.enter_context(whole(model.modules()))  # sharded weights are gathered
+        stack.enter_context(recordable(model))  # weights made in inference mode are copied
         stack.enter_context(checkpoints_off(model))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(mode)

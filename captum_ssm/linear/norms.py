@@ -89,13 +89,16 @@ def frozen_norms(
 
 
 class _Norms(TorchFunctionMode):
-    """Detaches the roots by which norms divide, or uses the roots of a run on ``keep``."""
+    """Detaches the roots by which norms divide.
+
+    With the argument ``keep`` of :func:`frozen_norms`, every run uses the roots of the run on it.
+    """
 
     def __init__(self, batch: int | None) -> None:
         super().__init__()
         #: Number of examples in ``keep`` if later batches repeat each example in place; else None.
         self.batch = batch
-        #: Function names and roots: of the run on ``keep``, and of the present run so far.
+        #: Function name and root of each norm: in the run on ``keep``, and so far in this run.
         self.kept: list[tuple[str, Tensor]] | None = None
         self.met: list[tuple[str, Tensor]] = []
         self.any_met = False
@@ -163,10 +166,11 @@ def _is_root(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     """Return True if a function computes the root that a norm divides by, or its inverse."""
     if not isinstance(out, Tensor) or not out.is_floating_point():
         return False
-    power = kwargs.get("exponent", args[1] if len(args) > 1 else None) if name == "pow" else None
     if out.dim() < 2:  # a number, or one of each channel
         return False
-    if name == "rsqrt" or power == -0.5:
+    power = kwargs.get("exponent", args[1] if len(args) > 1 else None) if name == "pow" else None
+    if name == "rsqrt" or power == -0.5:  # which hardly anything but a norm computes
         return True
+    # one number in place of a token's features: (..., 1), or (B, 1, H, W) of an image
     by_token = out.shape[-1] == 1 or (out.dim() == 4 and out.shape[1] == 1)
     return by_token and (name in _ROOTS or power == 0.5)

@@ -133,9 +133,13 @@ class Reading:
     def _shared(
         self, run: Callable[..., Tensor], roles: Roles, factors: Mapping[str, Tensor]
     ) -> Tensor:
+        """Return a kernel's result, whose gradient is divided among the factors by the rule.
+
+        The arguments are those of :meth:`moved`.
+        """
         core = Core(self, run, roles, dict(factors))
         out = divided(core)
-        if out.grad_fn is not None:
+        if out.grad_fn is not None:  # so that product() finds the kernel behind a gate
             self._cores[out.grad_fn] = core, out
         return out
 

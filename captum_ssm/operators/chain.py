@@ -171,14 +171,14 @@ class Chain(Composite):
         return sum_strips(self._by_blocks(left, band, rows), rows)
 
     def _by_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[Strip]:
-        """Yield strips whose sum is the result, one per block of heads, to save memory.
+        """Yield strips whose sum is that of :meth:`entries`, one per block of heads.
 
-        A block has at least half as many heads as there are rows, because each strip costs time
-        to allocate and to add.
+        So only one block's factors are in memory. A block has at least half as many heads as there
+        are rows, because each strip costs time to allocate and to add.
         """
         batch, tokens, heads, per_head = self.shape
-        most = at_a_time(_FACTOR_ELEMENTS, self.device) // (batch * tokens)
-        size = max(1, len(rows) // 2, most)
+        fitting = at_a_time(_FACTOR_ELEMENTS, self.device) // (batch * tokens)
+        size = max(1, len(rows) // 2, fitting)
         if per_head > 1 or size >= heads or any(map(_mixes_heads, self.parts)):
             yield self._strip_of_core(left, band, rows, False)
             return

@@ -28,11 +28,15 @@ class HeadOperator(Operator):
         raise NotImplementedError
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
-        one = self._by_head if by_head else self._summed
+        one = self._by_head if by_head else self._summed_over_heads
         with torch.no_grad(), full_precision(self.device), underflow_flushed():
             return sum_of_lags(lambda right: one(left, right, rows), band, rows, self.shape.tokens)
 
-    def _summed(self, left: Tensor, right: Tensor, rows: range) -> Strip:
+    def _summed_over_heads(self, left: Tensor, right: Tensor, rows: range) -> Strip:
+        """Return rows of the sum of left alpha right over all channels, for factors (B, L, H, P).
+
+        If one of the factors is common to all channels of a head, a sum over heads suffices.
+        """
         common = common_to_channels(left, right, self.shape)
         if common is None:
             factors = left.expand(self.shape), right.expand(self.shape)

@@ -74,12 +74,12 @@ class LongConv(Operator):
         return LongConv(self.kernel[list(heads)], shape, self.component)
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
-        one = self._by_head if by_head else self._summed
+        one = self._by_head if by_head else self._summed_over_heads
         left, tokens = _once(left), self.shape.tokens
         with full_precision(self.device):
             return sum_of_lags(lambda right: one(left, _once(right), rows), band, rows, tokens)
 
-    def _summed(self, left: Tensor, right: Tensor, rows: range) -> Strip:
+    def _summed_over_heads(self, left: Tensor, right: Tensor, rows: range) -> Strip:
         """Return ``rows`` of left[i, c] alpha_c[i, j] right[j, c], summed over channels c."""
         # no column is further back than the kernel reaches
         columns = range(max(0, rows.start - self.kernel.shape[-1] + 1), rows.stop)

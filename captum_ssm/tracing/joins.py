@@ -118,7 +118,10 @@ def join(replays: Replays, stages: Sequence[Sequence[Layer]], order: Tensor | No
 
 
 class _JoinSearch:
-    """Searches a run for the sums that add layers' outputs to the residual stream."""
+    """Searches a run for the sums that add layers' outputs to the residual stream.
+
+    The arguments are those of :func:`join`.
+    """
 
     def __init__(
         self, replays: Replays, stages: Sequence[Sequence[Layer]], order: Tensor | None
@@ -126,12 +129,15 @@ class _JoinSearch:
         self.replays, self.layers = replays, replays.layers
         number = {layer: k for k, layer in enumerate(self.layers)}
         self.stages = [[number[layer] for layer in stage] for stage in stages]
+        #: Each layer's recorded output (B, L, E), in its operator's order of tokens.
         self.leaves = [x.in_order(replays.leaf(k)) for k, x in enumerate(self.layers)]
         mixing = {part for layer in self.layers for part in layer.mixer.module.modules()}
         model = replays.beginning.model
+        #: The modules outside mixers, whose inputs and outputs are compared between replays.
         self.modules = [part for part in model.modules() if part not in mixing]
         #: Whether tokens stay separate, so that each layer can have noise at its own tokens.
         self.is_chain = all(x.stage is not None and x.map is None for x in self.layers)
+        #: The orders of tokens in the run, to match a tensor with a layer.
         self.orders: list[Tensor] = []
         for each in (*(layer.order for layer in self.layers), order):
             if each is not None and not any(torch.equal(each, one) for one in self.orders):
@@ -140,8 +146,10 @@ class _JoinSearch:
         self.ran = 0
         #: The layers' inputs and the model's output in a replay without noise.
         self.unchanged: list[Tensor] = []
+        #: Tensors at modules in a replay without and with noise.
         self.real: dict[_Key, _Seen] = {}
         self.noisy: dict[_Key, _Seen] = {}
+        #: The tokens at which each layer has noise; without layers there is none.
         self.slots: dict[int, _Slot] = {}
         #: Layers' outputs with noise at all tokens, by layer index.
         self.loud: dict[int, Tensor] = {}
@@ -291,28 +299,33 @@ class _JoinSearch:
         return {each for each in known if self._is_read_elsewhere([each])}
 
     def _is_read_elsewhere(self, joins: Sequence[_Join]) -> bool:
-        """Return True if noise still changes the run when the residual streams are restored."""
+        """Return True if noise still changes the run when the residual streams are restored.
+
+        A replay has noise in the outputs of ``joins`` alone, and overwrites each stream that was
+        found with its value without noise. Then nothing may change: no layer's input, not the
+        output, and not the stream at tokens without noise.
+        """
         slots, before = self.slots, self.unchanged
         self.slots = {k: slots[k] for each in joins for k in each.members}
-        there = {each.found.at: each for each in joins if each.found is not None}
-        # with the stream a fused kernel returns a norm of it
-        calls = {key[:3] for key in there if key is not None and not key[2]}
-        beside: list[Tensor] = []
+        joined_at = {each.found.at: each for each in joins if each.found is not None}
+        # a fused kernel returns the stream and a norm of it: all outputs of its call are restored
+        calls = {key[:3] for key in joined_at if key is not None and not key[2]}
+        changes: list[Tensor] = []
 
         def put_back(key: _Key, x: Tensor) -> None:
-            if key in there or key[:3] in calls:
-                real, each = self.real[key].value, there.get(key)
+            if key in joined_at or key[:3] in calls:
+                real, each = self.real[key].value, joined_at.get(key)
                 if each is not None and each.found is not None:
-                    mine = torch.stack([self.slots[k].on for k in each.members]).any(0).to(x.device)
+                    noisy = torch.stack([self.slots[k].on for k in each.members]).any(0)
                     now, then = each.found.reading(x), each.found.reading(real)
-                    beside.append((changed(now, then) & ~mine).any())
+                    changes.append((changed(now, then) & ~noisy.to(x.device)).any())
                 x.detach().copy_(real)
 
         entering, output = self._replayed(put_back)
         self.slots = slots
         pairs = zip([*entering, output], before, strict=True)
-        beside += [changed(x, y).any() for x, y in pairs]
-        return bool(torch.stack([x.to(self.leaves[0].device) for x in beside]).any())
+        changes += [changed(x, y).any() for x, y in pairs]
+        return bool(torch.stack([x.to(self.leaves[0].device) for x in changes]).any())
 
     # --- one join --------------------------------------------------------------------------
 

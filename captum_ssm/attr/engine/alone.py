@@ -76,6 +76,9 @@ def require_alone(
 ) -> None:
     """Raise unless a traced run and a plain run compute the same explained values.
 
+    If forward_func is the model itself and runs each mixer once, nothing is compared: the traced
+    run is then the plain run.
+
     Args:
         run: the traced run.
         verify: the ``verify`` option of ``attribute``. False skips the comparison.

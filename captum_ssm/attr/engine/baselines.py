@@ -89,7 +89,11 @@ def _expanded(found: Any, start: Tensor, what: str, words: str, ids: str = "") -
 
 
 def _mean(network: Network, root: Tensor) -> Tensor:
-    """Return the mean over each example's unpadded tokens or pixels, in the shape of ``root``."""
+    """Return each example's mean, repeated to the shape of ``root``.
+
+    It is the mean over unpadded tokens for (B, L, E), or (B, L, H, P) of heads; over pixels for
+    (B, C, H, W); over all values for (B, F).
+    """
     site, mask = network.begins, network.mask
     in_heads = site is not None and site.at == "heads"
     if root.dim() != 3 and not in_heads:
@@ -99,8 +103,8 @@ def _mean(network: Network, root: Tensor) -> Tensor:
                 f"layer of shape (B, L, E), but layer {site.name!r} has shape "
                 f"{tuple(root.shape)}. Pass a number, or a tensor of that shape."
             )
-        dims = tuple(range(1 if root.dim() < 4 else 2, max(2, root.dim())))
-        return root.mean(dims, keepdim=True).expand_as(root)
+        first = 1 if root.dim() < 4 else 2  # an image keeps its channels
+        return root.mean(tuple(range(first, root.dim())), keepdim=True).expand_as(root)
     keep = root.new_ones(root.shape[:2])
     if mask is not None and mask.shape == root.shape[:2]:
         keep = mask.to(root)

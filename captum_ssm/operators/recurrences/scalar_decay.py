@@ -139,11 +139,17 @@ class ScalarDecayHeads(ChunkedHeads):
     # --- reads, writes, carry --------------------------------------------------------------
 
     def chunk(self, part: slice, length: int) -> Chunk:
+        """Return the chunks of the tokens ``part``, with queries as reads and keys as writes.
+
+        These are per group of heads. The decays since the chunk's start and until its end, per
+        head, are passed as ``faded``.
+        """
         q, k = (in_chunks(x[:, part], length) for x in (self.query, self.key))  # (B, G, C, T, N)
         logs = in_chunks(self.log_decay[:, part, :, None], length).squeeze(-1)
         decay = Decays(exponential(logs))
+        scores = (q @ k.mT).tril_()[:, :, None]  # (B, G, 1, C, T, T)
         grouped = torch.unflatten(decay.between, 1, (-1, self._heads_per_group))
-        within, until = (grouped * (q @ k.mT).tril_()[:, :, None]).flatten(1, 2), decay.until
+        within, until = (grouped * scores).flatten(1, 2), decay.until
         if self.scale is not None:
             scale = in_chunks(self.scale[:, part, :, None], length)
             within, until = within.mul_(scale.mT), until * scale
@@ -203,7 +209,11 @@ class ScalarDecayHeads(ChunkedHeads):
         return self.changed(**{name: getattr(self, name)[:, part] for name in names})
 
     def _sums_of_channels(self, left: Tensor, rights: Sequence[Tensor], rows: range) -> Tensor:
-        """Compute the sums group by group, because the heads of a group share q . k."""
+        """Return rows of sums over all channels, one for each of ``rights`` (n, B, R, W).
+
+        They are the sums over c of left[i, c] alpha[i, j] right[j, c].
+        Heads of a group share q . k, which multiplies one sum over the group's channels.
+        """
         if not self._shared:
             return super()._sums_of_channels(left, rights, rows)
         if self.scale is not None:

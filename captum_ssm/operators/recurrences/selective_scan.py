@@ -241,14 +241,18 @@ class SelectiveScan(FadingRecurrence):
     # --- its matrices ----------------------------------------------------------------------
 
     def _by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
-        """Compute :meth:`entries` per head; the tree gets each head as a separate example."""
+        """Return :meth:`entries` per head, (B, H, R, W).
+
+        The tree gets each head as an example of its own, with its N states as channels, and a
+        column factor for each lag from the least to the largest, zero for lags without a band.
+        """
         heads, until = self.shape.heads, slice(rows.stop)
         b, c = (vectors_of_heads(x[:, until], heads).transpose(1, 2) for x in (self.b, self.c))
         dt = self.dt[:, until].transpose(1, 2)[..., None]  # (B, H, L, 1)
         keys, none = dt * b, dt.new_zeros(1, 1, 1, 1)
         factors = (band.get(lag, none).expand(self.shape)[:, until] for lag in _lags(band))
         columns = [(x.transpose(1, 2) * keys).flatten(0, 1) for x in factors]  # (B H, L, N)
-        decay = (dt * (BINARY * self.a[:, None])).exp2_().flatten(0, 1)
+        decay = (dt * (BINARY * self.a[:, None])).exp2_().flatten(0, 1)  # exp(dt A)
         u = (left.expand(self.shape)[:, until].transpose(1, 2) * c)[:, :, rows.start :]
         examples, tokens = len(decay), self.shape.tokens
         blocks = [(decay, u.flatten(0, 1), columns)]
