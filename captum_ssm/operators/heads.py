@@ -136,22 +136,6 @@ class DenseHeads(HeadOperator):
         rows = self.matrices[example, :, by_query(positions, self.device)]  # (Q, B, H, L)
         return rows.mT[..., None]
 
-    def mean_matvec(self, x: Tensor) -> Tensor:
-        return Operator.mean_matvec(self, x)
-
-    def mean_rmatvec(self, r: Tensor) -> Tensor:
-        return Operator.mean_rmatvec(self, r)
-
-    def _mean_forward(self, x: Tensor) -> Tensor:
-        """Return the mean over heads of matrices @ x, computed as one matrix product."""
-        found = matmul(self.matrices.flatten(1, 2), x[..., None]).squeeze(-1)  # (B, H L)
-        return torch.unflatten(found, -1, (self.shape.heads, -1)).mean(1)
-
-    def _mean_adjoint(self, r: Tensor) -> Tensor:
-        rows = r[:, None].expand(-1, self.shape.heads, -1).flatten(1)  # (B, H L)
-        found = rows[:, None] @ self.matrices.flatten(1, 2)
-        return found.squeeze(1) / self.shape.heads
-
     def tensors(self) -> dict[str, Tensor]:
         return {"matrices": self.matrices}
 

@@ -17,15 +17,14 @@ VectorDecayHeads       chunks,          chunk_tree,      chunk_tree,     attenti
                                         pivot_tree,
                                         pivot_strip
 DeltaRule              chunks,          chunk_tree,      chunk_tree,     chunks,
-                       ut_transform     chunks,          chunks,         within_chunk,
-                                        ut_transform     ut_transform    ut_transform
+                       ut_transform     chunks,          chunks,         ut_transform,
+                                        ut_transform     ut_transform    attention_backward
 =====================  ===============  ===============  ==============  ======================
 
 Matrices are per head; gradients are with respect to coefficients and values.  A row at one position
 is the adjoint of a unit vector.  VectorDecayHeads uses odd_even for few vectors.  Strips of
 ScalarDecayHeads and VectorDecayHeads use pivot_tree if the factors are equal for all channels of a
-head, and chunk_tree otherwise.  If a DeltaRule has a decay for each key channel, its gradients use
-attention_backward instead of within_chunk.
+head, and chunk_tree otherwise.
 
 On a GPU a launch per token would cost more than the token's arithmetic.  There fused_scan replaces
 token_loop and scan_backward, and ElementwiseRecurrence uses fused_fading.  Without Triton, a GPU

@@ -33,7 +33,8 @@ factors are a few steps of the recurrence.  The few entries before that are sing
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +43,6 @@ from .arithmetic import Scratch
 from .rows import Strip
 from .truths import are_noted
 
-#: Decays A (B, L, K), row factors U (B, R, K) and column factors V (B, L, K) of K channels.
-Factors = tuple[Tensor, Tensor, Tensor]
 #: Decays A, row factors U, and column factors V for each of some neighboring lags, ascending.
 BandFactors = tuple[Tensor, Tensor, Sequence[Tensor]]
 #: Number of tokens of the blocks that :meth:`_Sum.add` checks for being forgotten.
@@ -101,15 +100,14 @@ class _Sum:
         self, like: Tensor, batch: int, rows: range, lags: int, own: Tensor | None
     ) -> None:
         self.rows = rows
-        self.levels = [_Level(like, batch, pairs) for pairs in _all_pairs(rows.stop)]
+        depth = (rows.stop - 1).bit_length()
+        self.levels = [_Level(like, batch, rows.stop, 2**i) for i in range(depth)]
         self.diagonals = like.new_zeros(lags, batch, rows.stop)
         #: Indices of the lags whose diagonals :meth:`add` sums; ``own`` is the first diagonal.
         self._summed = range(0 if own is None else 1, lags)
         if own is not None:
             self.diagonals[0, :, rows.start :] = own
         self._scratch = Scratch(like)
-        #: The tree of the last block, reused if the next block is in the same memory.
-        self._prepared: _Tree | None = None
 
     def add(self, decay: Tensor, u: Tensor, columns: Sequence[Tensor]) -> None:
         """Add a block of channels; the tensors are overwritten."""
@@ -122,15 +120,14 @@ class _Sum:
             if lag in self._summed:
                 self.diagonals[lag] += torch.mul(u, column, out=products).sum(-1)
         u *= decay
-        tree, window = self._tree(decay, u, columns[-1]), math.inf
-        for i, level in enumerate(self.levels):
-            span = level.pairs.span
+        window, near = math.inf, self.rows.stop
+        for level in self.levels:
+            span = level.span
             if span == _PROBED and (self.rows.stop >= _LONG or not are_noted(decay)):
                 window = _window(decay[:, : self.rows.stop // span * span : span], span)
-            if span >= window:
-                tree.add_near(i, span)
-                break
-            tree.steps[i].run()
+            if span >= window:  # entries of tokens further from a pivot are below rounding
+                near = min(near, span)
+            level.add(decay, u, columns[-1], window=min(span, near))
 
     def _from_first_token(self, u: Tensor) -> Tensor:
         """Pad row factors (B, R, K) with zeros for the tokens before the rows, (B, L, K)."""
@@ -151,44 +148,6 @@ class _Sum:
             out.diagonal(offset, 1, 2).copy_(diagonal)
         return out
 
-    def _tree(self, total: Tensor, u: Tensor, v: Tensor) -> _Tree:
-        """Return the last tree if it was prepared for the same tensors, and a new one otherwise."""
-        factors = (total, u, v)
-        if self._prepared is None or any(
-            x is not y for x, y in zip(self._prepared.factors, factors, strict=True)
-        ):
-            self._prepared = _Tree(self.levels, factors)
-        return self._prepared
-
-
-class _Tree:
-    """All levels of the tree, with in-place steps that are prepared once as views of the factors.
-
-    Attributes:
-        steps: one :class:`_Steps` for each level.
-    """
-
-    def __init__(self, levels: Sequence[_Level], factors: Factors) -> None:
-        self.factors = factors
-        self.steps = [level.steps(*factors) for level in levels]
-        self._levels = levels
-        self._near: dict[tuple[int, int], list[_Product]] = {}
-
-    def add_near(self, first: int, window: int) -> None:
-        """Add the products of levels ``first`` and above, for ``window`` tokens around each pivot.
-
-        Entries of all tokens further from a pivot are below rounding.
-        """
-        if (first, window) not in self._near:
-            _, u, v = self.factors
-            self._near[first, window] = [
-                product
-                for level in self._levels[first:]
-                for product in level.products(u, v, window)
-            ]
-        for total, left, right in self._near[first, window]:
-            total.baddbmm_(left, right)
-
 
 def _window(totals: Tensor, span: int) -> float:
     """Return after how many tokens a state is below rounding, given decays of ``span`` tokens."""
@@ -207,136 +166,81 @@ def forgotten(dtype: torch.dtype) -> float:
 
 # --- levels: tiles with the rows of a block and the columns of the block before ------------------
 
-#: A stack of matrices, and two stacks whose product is added to it.
-_Product = tuple[Tensor, Tensor, Tensor]
-
-
-class _Steps:
-    """In-place products and scalings of one level; preparing these small steps once saves time.
-
-    Attributes:
-        products: triples of matrices; the product of the last two is added to the first.
-        scalings: pairs of tensors; the first is then multiplied by the second.
-    """
-
-    def __init__(self) -> None:
-        self.products: list[_Product] = []
-        self.scalings: list[tuple[Tensor, Tensor]] = []
-
-    def run(self) -> None:
-        for total, left, right in self.products:
-            total.baddbmm_(left, right)
-        for scaled, factor in self.scalings:
-            scaled.mul_(factor)
-
 
 class _Level:
-    """The tiles of one level: in each pair of blocks, rows of the second, columns of the first."""
+    """The tiles of one level: in each pair of blocks, rows of the second, columns of the first.
 
-    def __init__(self, like: Tensor, batch: int, pairs: _Pairs) -> None:
-        self.pairs = pairs
-        # batched products need evenly spaced matrices: for one pair, or for one example
-        self.by_pair = pairs.whole < batch and not pairs.even
-        size = (pairs.whole, batch) if self.by_pair else (batch, pairs.whole)
-        self.tiles = like.new_zeros(*size, pairs.span, pairs.span)
-        self.last_tile = like.new_zeros(batch, pairs.rest, pairs.span)
+    The second block of the last pair may be shorter, or missing.
 
-    def steps(self, total: Tensor, u: Tensor, v: Tensor) -> _Steps:
-        """Prepare the products of the tiles, and the scalings that join each pair to one block.
+    Attributes:
+        span: number of tokens of a block.
+    """
+
+    def __init__(self, like: Tensor, batch: int, tokens: int, span: int) -> None:
+        self.span = span
+        pairs, rest = divmod(tokens, 2 * span)
+        # batched products need evenly spaced matrices: of one pair, of one example, or of all
+        self._by_pair = pairs < batch and rest > 0
+        size = (pairs, batch) if self._by_pair else (batch, pairs)
+        self._tiles = like.new_zeros(*size, span, span)
+        self._last = like.new_zeros(batch, max(0, rest - span), span)
+        stacks = [_Stack(self._tiles.flatten(0, 1), 0, 2 * span)]
+        if self._by_pair:
+            stacks = [_Stack(tiles, 2 * span * i, tokens) for i, tiles in enumerate(self._tiles)]
+        elif rest:
+            stacks = [_Stack(tiles, tokens * i, 2 * span) for i, tiles in enumerate(self._tiles)]
+        stacks.append(_Stack(self._last, tokens - rest, tokens))
+        self._stacks = [stack for stack in stacks if stack.tiles.numel()]
+
+    def add(self, total: Tensor, u: Tensor, v: Tensor, *, window: int) -> None:
+        """Add products of row and column factors to the tiles; join the blocks of each pair.
 
         Args:
             total: product of each block's decays, stored at the block's first token.
             u: row factors, times the decays since the block's first token.
             v: column factors, times the decays until the block's last token.
+            window: number of tokens on either side of a pivot to compute. If it is smaller than a
+                block, no blocks are joined.
         """
-        steps, pairs = _Steps(), self.pairs
-        second = total[:, pairs.span :: 2 * pairs.span]
-        first = total[:, :: 2 * pairs.span][:, : second.shape[1]]
-        steps.products += self.products(u, v, pairs.span)
-        if pairs.whole:
-            steps.scalings.append((pairs.second(u), first[:, : pairs.whole, None]))
-            steps.scalings.append((pairs.first(v), second[:, : pairs.whole, None]))
-        if pairs.rest:
-            steps.scalings.append((pairs.last_second(u), first[:, pairs.whole :]))
-            steps.scalings.append((pairs.last_first(v), second[:, pairs.whole :]))
-        steps.scalings.append((first, second))
-        return steps
-
-    def products(self, u: Tensor, v: Tensor, window: int) -> list[_Product]:
-        """Prepare the products of the tiles, for ``window`` tokens on either side of a pivot."""
-        pairs = self.pairs
-        found: list[_Product] = []
-        if pairs.whole:
-            rows, columns = pairs.second(u)[:, :, :window], pairs.first(v)[:, :, -window:].mT
-            found += self._products(self.tiles[..., :window, -window:], rows, columns)
-        if pairs.rest:
-            rows, columns = pairs.last_second(u)[:, :window], pairs.last_first(v)[:, -window:].mT
-            found.append((self.last_tile[:, :window, -window:], rows, columns))
-        return found
+        for stack in self._stacks:
+            rows = stack.of(u, self.span, stack.tiles.shape[1])
+            columns = stack.of(v, 0, self.span)
+            if window < self.span:
+                tiles = stack.tiles[:, :window, -window:]
+                tiles.baddbmm_(rows[:, :window], columns[:, -window:].mT)
+                continue
+            stack.tiles.baddbmm_(rows, columns.mT)
+            first, second = (stack.of(total, start, 1) for start in (0, self.span))
+            rows *= first
+            columns *= second
+            first *= second
 
     def write(self, out: Tensor) -> None:
         """Write the tiles to their rows and columns of the matrix ``out``."""
-        batch, height, width = out.shape
-        span, whole, end = self.pairs.span, self.pairs.whole, self.pairs.end
-        place = out.as_strided(
-            (batch, whole, span, span),
-            (height * width, 2 * span * (width + 1), width, 1),
-            span * width,
-        )
-        place.copy_(self.tiles.transpose(0, 1) if self.by_pair else self.tiles)
-        if self.pairs.rest:
-            out[:, end + span :, end : end + span] = self.last_tile
-
-    def _products(self, tiles: Tensor, rows: Tensor, columns: Tensor) -> Iterable[_Product]:
-        if self.by_pair:
-            rows, columns = rows.transpose(0, 1), columns.transpose(0, 1)
-        elif self.pairs.even:
-            # the blocks are evenly spaced in memory, so that these are views
-            return [(tiles.flatten(0, 1), rows.flatten(0, 1), columns.flatten(0, 1))]
-        return zip(tiles.unbind(), rows.unbind(), columns.unbind(), strict=True)
+        tiles, span = self._tiles.transpose(0, 1) if self._by_pair else self._tiles, self.span
+        _, height, width = out.shape
+        strides = (height * width, 2 * span * (width + 1), width, 1)
+        out.as_strided(tiles.shape, strides, span * width).copy_(tiles)
+        if self._last.numel():
+            end = 2 * span * tiles.shape[1]
+            out[:, end + span : height, end : end + span] = self._last
 
 
-class _Pairs:
-    """Tokens in pairs of neighboring blocks; the last pair's second block may be shorter.
+class _Stack(NamedTuple):
+    """Tiles (n, rows, columns) of pairs whose first tokens are evenly spaced in memory.
 
     Attributes:
-        span: number of tokens of a block.
-        whole: number of pairs of whole blocks.
-        end: the token after the last whole pair.
-        rest: number of tokens of a last pair's shorter second block; 0 if there is none.
-        even: whether the whole pairs cover all tokens.
+        tiles: the tiles.
+        first: the first token of the first pair, counted through all examples.
+        step: number of tokens from one pair to the next.
     """
 
-    def __init__(self, tokens: int, span: int) -> None:
-        self.span = span
-        self.whole = tokens // (2 * span)
-        self.end = self.whole * 2 * span
-        self.rest = max(0, tokens - self.end - span)
-        self.even = self.end == tokens
+    tiles: Tensor
+    first: int
+    step: int
 
-    def first(self, x: Tensor) -> Tensor:
-        """Return the first blocks of whole pairs, (B, pairs, span, K)."""
-        return self._blocks(x)[:, :, 0]
-
-    def second(self, x: Tensor) -> Tensor:
-        """Return the second blocks of whole pairs, (B, pairs, span, K)."""
-        return self._blocks(x)[:, :, 1]
-
-    def last_first(self, x: Tensor) -> Tensor:
-        """Return the first block of the last pair, (B, span, K)."""
-        return x[:, self.end : self.end + self.span]
-
-    def last_second(self, x: Tensor) -> Tensor:
-        """Return the second block of the last pair, (B, rest, K)."""
-        return x[:, self.end + self.span :]
-
-    def _blocks(self, x: Tensor) -> Tensor:
-        return torch.unflatten(x[:, : self.end], 1, (self.whole, 2, self.span))
-
-
-def _all_pairs(tokens: int) -> Iterator[_Pairs]:
-    """Yield the pairs of blocks of each level of the tree: blocks of 1 token, 2, 4, and so on."""
-    span = 1
-    while span < tokens:
-        yield _Pairs(tokens, span)
-        span *= 2
+    def of(self, x: Tensor, start: int, count: int) -> Tensor:
+        """View ``count`` tokens of each pair, from ``start`` on, (n, count, K); x is contiguous."""
+        width = x.shape[-1]
+        size, place = (len(self.tiles), count, width), (self.first + start) * width
+        return x.as_strided(size, (self.step * width, width, 1), x.storage_offset() + place)

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from ..base import Role, Shape
-from ..kernels.arithmetic import exponential, sum_tensors, with_graphs
+from ..kernels.arithmetic import exponential, with_graphs
 from ..kernels.attention_backward import gradients
 from ..kernels.bands import shift_tokens
 from ..kernels.chunks import Chunk, Steps, in_chunks
 from ..kernels.ut_transform import Corrected, CorrectedSteps, corrected
 from .base import ChunkedHeads
-from .scalar_decay import ScalarDecayHeads
 
 #: Queries and gradients of the outputs, or keys and values.
 Pair = tuple[Tensor, Tensor]
@@ -188,19 +187,9 @@ class DeltaRule(ChunkedHeads):
         """
         logs = torch.zeros_like(self.beta) if self.log_decay is None else self.log_decay
         (queries, of_outputs), (keys, sent) = (zip(*x, strict=True) for x in (reads, writes))
-        if logs.dim() == 4:
-            found = gradients(queries, keys, logs, sent, of_outputs)
-            return found.queries, found.keys, found.log_decay
-        each = [
-            [
-                ScalarDecayHeads(q, k, logs, None, self.shape.per_head).backward(x, g)[1]
-                for k, x in writes
-            ]
-            for q, g in reads
-        ]
-        of_queries = [sum_tensors(one["query"] for one in row) for row in each]
-        of_keys = [sum_tensors(one["key"] for one in column) for column in zip(*each, strict=True)]
-        return of_queries, of_keys, sum_tensors(one["log_decay"] for row in each for one in row)
+        by_channel = logs if logs.dim() == 4 else logs[..., None]
+        found = gradients(queries, keys, by_channel, sent, of_outputs)
+        return found.queries, found.keys, found.log_decay.view(logs.shape)
 
     # --- reads, writes, carry --------------------------------------------------------------
 

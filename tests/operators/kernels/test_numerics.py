@@ -123,7 +123,7 @@ def strip_of(
 
 @pytest.mark.parametrize("rate", [0.01, 0.5, 5.0])
 @pytest.mark.parametrize(
-    ("batch", "tokens", "first_lag", "lags"), [(1, 128, 0, 1), (3, 193, -1, 4)]
+    ("batch", "tokens", "first_lag", "lags"), [(1, 256, 0, 1), (3, 300, -1, 4)]
 )
 def test_what_is_forgotten(
     batch: int, tokens: int, rate: float, first_lag: int, lags: int, monkeypatch: pytest.MonkeyPatch
@@ -133,19 +133,20 @@ def test_what_is_forgotten(
     fading[0].copy_((-rate * (0.8 + 0.4 * torch.rand_like(fading[0]))).exp())
     lasting = drawn(batch, tokens, lags)
     lasting[0].clamp_(min=0.999)
-    windows = []
-    near = pivot_tree._Tree.add_near
+    near = []
+    add = pivot_tree._Level.add
 
-    def noted(tree: pivot_tree._Tree, first: int, window: int) -> None:
-        windows.append(window)
-        near(tree, first, window)
+    def noted(level: pivot_tree._Level, *factors: Tensor, window: int) -> None:
+        near.append(window < level.span)
+        add(level, *factors, window=window)
 
-    monkeypatch.setattr(pivot_tree._Tree, "add_near", noted)
+    monkeypatch.setattr(pivot_tree._Level, "add", noted)
     factors = [fading, lasting, fading]
     wanted = sum(naive.banded_semiseparable(*f, first_lag) for f in factors)
     assert relative_error(strip_of(factors, range(tokens), first_lag), wanted) <= 1e-12
-    # of the three blocks of channels, those that fade fast enough
-    assert len(windows) == {0.01: 0, 0.5: 2 if tokens > 128 else 0, 5.0: 2}[rate]
+    # of the three blocks of channels, those that fade fast enough, at levels above 64 or 128 tokens
+    above = (tokens - 1).bit_length() - 7
+    assert sum(near) == {0.01: 0, 0.5: 2 * (above - 1), 5.0: 2 * above}[rate]
 
 
 @pytest.mark.slow
