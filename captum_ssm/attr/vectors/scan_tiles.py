@@ -67,14 +67,10 @@ class ScanRows:
         # in float64: differences of these sums would cancel in float32
         self._clock = doubled(scan.dt).cumsum(1)
         self._reach = max(shares)
-        batch, _, heads, _ = self.shape = scan.shape
+        self.shape = scan.shape
         launched = max(_SOURCES, _TOKENS_LAUNCHED - self._reach)
         #: The number of sources computed at a time.
         self.width = at_a_time(_SOURCES, scan.device, launched)
-        #: A buffer for :meth:`_run`; None on a GPU, where a launch per token would be slow.
-        self._outputs: Tensor | None = None
-        if scan.device.type == "cpu":
-            self._outputs = outer.new_empty(batch, _SOURCES + self._reach, _SOURCES, heads)
 
     @property
     def device(self) -> torch.device:
@@ -82,13 +78,9 @@ class ScanRows:
         return self._scan.device
 
     def columns(self, sources: slice) -> Columns:
-        """Return the columns of some sources; the next call overwrites the returned tensors."""
+        """Return the columns of some sources."""
         end = min(sources.stop + self._reach, self.shape.tokens)
-        if self._outputs is None:
-            near, states = self._near_by_matrix(sources, end), self._states_by_decay(sources, end)
-        else:
-            states = self._run(sources, end, self._outputs)
-            near = self._outputs[:, : end - sources.start, : sources.stop - sources.start]
+        near, states = self._near(sources, end), self._states(sources, end)
         return Columns(self, sources.start, end, near, states)
 
     def read(self, states: Tensor, pivot: int, rows: Tensor) -> Tensor:
@@ -102,35 +94,8 @@ class ScanRows:
         entries = factors @ states  # (B, H, rows, S)
         return entries.permute(0, 2, 3, 1)
 
-    def _run(self, sources: slice, end: int, outputs: Tensor) -> Tensor:
-        """Run the scan on each source separately, up to token ``end - 1``; write ``outputs``.
-
-        Returns:
-            The states after the last token (B, H, N, S); ``outputs`` are (B, T, S, H).
-        """
-        scan, start = self._scan, sources.start
-        batch, _, heads, _ = scan.shape
-        width = sources.stop - start
-        states = self._outer.new_zeros(batch, width, scan.a.shape[-1], heads)
-        rates = BINARY * scan.a.T[None]  # (1, N, H)
-        for t in range(start, end):
-            count = min(t - start + 1, width)  # sources at or before token t
-            begun, out = states[:, :count], outputs[:, t - start]
-            begun *= (scan.dt[:, t, None] * rates).exp2_()[:, None]
-            out.zero_()
-            for lag, share in self._shares.items():
-                if 0 <= (source := t - lag - start) < width:
-                    sent = share[:, t]  # (B, H)
-                    begun[:, source] += scan.b[:, t, :, None] * (scan.dt[:, t] * sent)[:, None]
-                    out[:, source] += self._skip[:, t] * sent
-            out[:, :count] += (scan.c[:, t, None, None] @ begun).squeeze(2)
-            out *= self._outer[:, t, None]
-        return states.permute(0, 3, 2, 1).contiguous()
-
-    # the outputs and states of _run without a loop over tokens, which is slow on a GPU
-
-    def _near_by_matrix(self, sources: slice, end: int) -> Tensor:
-        """Return the outputs of :meth:`_run` (B, T, S, H) without a loop, from T x T matrices."""
+    def _near(self, sources: slice, end: int) -> Tensor:
+        """Return entries (B, T, S, H) of rows up to token ``end - 1``, from T x T matrices."""
         some, tokens = slice(sources.start, end), end - sources.start
         outer, skip = self._outer[:, some], self._skip[:, some]
         shares = {k: share[:, some] for k, share in self._shares.items() if k < tokens}
@@ -145,8 +110,8 @@ class ScanRows:
             matrix.diagonal(-lag, 2, 3).add_(skipped)
         return matrix[..., :width].permute(0, 2, 3, 1)
 
-    def _states_by_decay(self, sources: slice, end: int) -> Tensor:
-        """Return the states of :meth:`_run` (B, H, N, S) without a loop, from summed steps dt."""
+    def _states(self, sources: slice, end: int) -> Tensor:
+        """Return the states after token ``end - 1`` (B, H, N, S), from sums of steps dt."""
         scan, width = self._scan, sources.stop - sources.start
         batch, _, heads, _ = scan.shape
         states = self._outer.new_zeros(batch, width, scan.a.shape[-1], heads)
