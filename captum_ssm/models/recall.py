@@ -231,29 +231,3 @@ def _draw(rng: random.Random, n_facts: int | None) -> Example:
     words += [ASK, facts[asked].name, VERB, ARTICLE]
     tokens = tuple(recall_vocabulary().encode(" ".join(words)))
     return Example(tuple(words), tokens, tuple(facts), asked, len(words) - 3)
-
-
-def with_value(example: Example, fact: int, value: str) -> Example:
-    """Return the prompt with the object of one fact replaced, and the gold answer updated.
-
-    Args:
-        example: the prompt to change.
-        fact: the index of the fact in ``example.facts``.
-        value: the new object.
-
-    Raises:
-        OptionError: when ``value`` is not an object of the task, or ``fact`` is not such an index.
-
-    Example:
-        >>> from captum_ssm.models.recall import parse_prompt, with_value
-        >>> example = parse_prompt("anna owns the lamp . ? anna owns the")
-        >>> with_value(example, 0, "drum").answer
-        'drum'
-    """
-    if value not in OBJECTS:
-        raise OptionError(f"value={value!r} is not an object of the task. Use one of {OBJECTS}.")
-    if not 0 <= fact < len(example.facts):
-        raise OptionError(f"fact={fact}: use a fact's index, 0 to {len(example.facts) - 1}.")
-    words = list(example.words)
-    words[example.facts[fact].value_position] = value
-    return parse_prompt(" ".join(words))

@@ -1,72 +1,13 @@
-"""Batches of prompts of the recall task, and a model's answers to them."""
+"""A model's answers to prompts of the recall task."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from ..errors import InputError, OptionError
 from .recall import Example, recall_vocabulary
-
-
-@dataclass(frozen=True)
-class RecallBatch:
-    """Examples padded on the left to one length.
-
-    The padding is on the left, so the last token of each row ends the question.
-
-    Attributes:
-        input_ids: token ids, ``(batch, length)``.
-        attention_mask: 1 for words and 0 for padding, ``(batch, length)``.
-        answer_ids: the token id of each example's answer, ``(batch,)``.
-        offsets: the number of padding positions in each row, ``(batch,)``. Token i of an example
-            is in column ``i + offset`` of ``input_ids``.
-        examples: the examples in the order of the rows.
-    """
-
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    answer_ids: torch.Tensor
-    offsets: torch.Tensor
-    examples: tuple[Example, ...]
-
-
-def collate(examples: Sequence[Example], device: torch.device | str = "cpu") -> RecallBatch:
-    """Pad examples on the left into one batch.
-
-    Args:
-        examples: the examples to pad, at least one.
-        device: the tensors' device. Default: ``"cpu"``.
-
-    Raises:
-        InputError: when ``examples`` is empty.
-
-    Example:
-        >>> from captum_ssm.models.recall import parse_prompt
-        >>> from captum_ssm.models.recall_batch import collate
-        >>> short = parse_prompt("anna owns the lamp . ? anna owns the")
-        >>> long = parse_prompt("anna owns the lamp . bob owns the kite . ? bob owns the")
-        >>> batch = collate([short, long])
-        >>> tuple(batch.input_ids.shape), batch.offsets.tolist()
-        ((2, 14), [5, 0])
-    """
-    if not examples:
-        raise InputError("examples is empty. Pass at least one example.")
-    lengths = torch.tensor([len(example.tokens) for example in examples], device=device)
-    width = int(lengths.max())
-    offsets = width - lengths
-    pad = recall_vocabulary().pad_id
-    rows = [[pad] * (width - len(e.tokens)) + list(e.tokens) for e in examples]
-    mask = (torch.arange(width, device=device)[None, :] >= offsets[:, None]).long()
-    return RecallBatch(
-        input_ids=torch.tensor(rows, device=device),
-        attention_mask=mask,
-        answer_ids=torch.tensor([e.answer_id for e in examples], device=device),
-        offsets=offsets,
-        examples=tuple(examples),
-    )
 
 
 @torch.no_grad()
@@ -104,8 +45,13 @@ def predict(
     device = next(model.parameters()).device
     found: list[torch.Tensor] = []
     for start in range(0, len(examples), batch_size):
-        batch = collate(examples[start : start + batch_size], device)
-        output = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
+        some = [list(example.tokens) for example in examples[start : start + batch_size]]
+        width = max(map(len, some))
+        # padded on the left, so that the last token of each row ends the question
+        ids = [[recall_vocabulary().pad_id] * (width - len(row)) + row for row in some]
+        mask = [[0] * (width - len(row)) + [1] * len(row) for row in some]
+        both = [torch.tensor(rows, device=device) for rows in (ids, mask)]
+        output = model(input_ids=both[0], attention_mask=both[1])
         found.append(output.logits[:, -1].argmax(-1).cpu())
     return torch.cat(found)
 

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from captum_ssm.models import bundled
-from captum_ssm.models.recall import OBJECTS, generate, with_value
+from captum_ssm.models.recall import OBJECTS, Example, generate, parse_prompt
 from captum_ssm.models.recall_batch import accuracy
 
 FOLDER = Path(bundled.__file__).parent / "recall-mamba"
@@ -28,8 +28,10 @@ def model() -> torch.nn.Module:
     return load_bundled()[0]
 
 
-def _another(rng: random.Random, value: str) -> str:
-    return rng.choice([o for o in OBJECTS if o != value])
+def _with_another(rng: random.Random, example: Example) -> Example:
+    words = list(example.words)
+    words[example.value_position] = rng.choice([o for o in OBJECTS if o != example.answer])
+    return parse_prompt(" ".join(words))
 
 
 @pytest.mark.slow
@@ -41,7 +43,7 @@ def test_accuracy_at_every_number_of_facts(model: torch.nn.Module, facts: int) -
 @pytest.mark.slow
 def test_replacing_the_gold_value_moves_the_answer_to_it(model: torch.nn.Module) -> None:
     rng = random.Random(SEED + 1)
-    changed = [with_value(e, e.asked, _another(rng, e.answer)) for e in generate(512, SEED + 2)]
+    changed = [_with_another(rng, example) for example in generate(512, SEED + 2)]
     assert accuracy(model, changed) >= 0.98
 
 

@@ -21,9 +21,8 @@ from captum_ssm.models.recall import (
     generate,
     parse_prompt,
     recall_vocabulary,
-    with_value,
 )
-from captum_ssm.models.recall_batch import accuracy, collate, predict
+from captum_ssm.models.recall_batch import accuracy, predict
 
 
 def test_gold_follows_from_the_words() -> None:
@@ -64,28 +63,6 @@ def test_malformed_prompts_are_refused(text: str, message: str) -> None:
         parse_prompt(text)
 
 
-def test_with_value_changes_one_word() -> None:
-    example = parse_prompt("bob owns the old kite . also anna owns the drum . ? bob owns the")
-    assert (example.answer, example.source_positions, example.asked) == ("kite", (4, 0), 0)
-    changed = with_value(example, 0, "boat")
-    assert changed.text == "bob owns the old boat . also anna owns the drum . ? bob owns the"
-    assert changed.answer == "boat"
-    assert with_value(example, 1, "boat").answer == "kite"
-
-
-def test_collate_pads_on_the_left() -> None:
-    examples = generate(7, seed=2)
-    batch = collate(examples)
-    assert batch.input_ids.shape == batch.attention_mask.shape
-    assert batch.examples == tuple(examples)
-    for row, example in enumerate(examples):
-        offset = int(batch.offsets[row])
-        assert batch.input_ids[row, offset:].tolist() == list(example.tokens)
-        assert batch.input_ids[row, :offset].tolist() == [0] * offset
-        assert batch.attention_mask[row].tolist() == [0] * offset + [1] * len(example.tokens)
-        assert batch.input_ids[row, offset + example.value_position] == batch.answer_ids[row]
-
-
 def test_vocabulary() -> None:
     vocabulary = recall_vocabulary()
     assert len(vocabulary) == 5 + len(NAMES) + len(OBJECTS) + len(ADJECTIVES) + len(FILLERS)
@@ -119,7 +96,8 @@ class Echo(torch.nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
         self.rows.append(len(input_ids))
-        assert bool(attention_mask[:, -1].all())
+        assert bool(input_ids[:, -1].all())
+        assert torch.equal(attention_mask, (input_ids > 0).long())
         return SimpleNamespace(logits=self.scale * torch.nn.functional.one_hot(input_ids, 55))
 
 
@@ -137,12 +115,9 @@ EXAMPLE = parse_prompt("anna owns the lamp . ? anna owns the")
 
 @pytest.mark.parametrize(("call", "error", "message"), [
     (lambda: predict(Echo(), []), InputError, "examples is empty.*at least one"),
-    (lambda: collate([]), InputError, "examples is empty.*at least one"),
     (lambda: predict(Echo(), [EXAMPLE], 0), OptionError, "batch_size=0: use 1 or more"),
     (lambda: generate(-1, 0), OptionError, "count=-1: use 0 or more"),
     (lambda: generate(1, 0, 21), OptionError, "n_facts=21: use 1 to 20"),
-    (lambda: with_value(EXAMPLE, 0, "red"), OptionError, "value='red' is not an object.*lamp"),
-    (lambda: with_value(EXAMPLE, 1, "kite"), OptionError, "fact=1: use a fact's index, 0 to 0"),
     (lambda: parse_prompt("lamp . ? anna owns the"), InputError, "text has the fact 'lamp .'"),
 ])  # fmt: skip
 def test_bad_calls(call: Callable[[], object], error: type[CaptumSSMError], message: str) -> None:

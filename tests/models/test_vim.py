@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,12 +15,11 @@ from oracles import vim as oracle
 from torch import Tensor
 
 from captum_ssm.errors import CheckpointError, OptionError
-from captum_ssm.models import VisionMamba, load_vim, vim, vim_small, vim_tiny
+from captum_ssm.models import VisionMamba, load_vim, vim_small, vim_tiny
 
 pytestmark = pytest.mark.slow
 
 RELEASED = [("tiny", 7_148_008), ("small", 25_796_584)]
-PUBLISHED = "vim_{}_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2"
 TYPES = [("none", True), ("v1", True), ("v2", True), ("v2", False)]
 CLS = ["middle", "head", "end", "double", "none"]
 POOLS = ["none", "mean", "max", "all"]
@@ -52,11 +49,9 @@ def released(width: int, depth: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("size", "count"), RELEASED)
 def test_constructors_have_the_released_sizes(size: str, count: int) -> None:
     with torch.device("meta"):
-        short = vim_tiny() if size == "tiny" else vim_small()
-        published = getattr(vim, PUBLISHED.format(size))(pretrained=False, if_devide_out=True)
-    for model in (short, published):
-        assert len(model.state_dict()) == 415
-        assert sum(p.numel() for p in model.parameters()) == count
+        model = vim_tiny() if size == "tiny" else vim_small()
+    assert len(model.state_dict()) == 415
+    assert sum(p.numel() for p in model.parameters()) == count
 
 
 @pytest.mark.parametrize("form", ["model", "bare", "training", "safetensors"])
@@ -224,47 +219,8 @@ def test_position_embeddings_of_other_sizes(cls: str) -> None:
     assert relative_error(model(pictures), other(pictures)) <= 1e-6
 
 
-def test_published_keywords() -> None:
-    build = getattr(vim, PUBLISHED.format("tiny"))
-    for keywords, cls, halve in (
-        ({}, "middle", True),
-        ({"if_devide_out": False}, "middle", False),
-        ({"if_divide_out": False}, "middle", False),
-        ({"use_double_cls_token": True}, "double", True),
-        ({"use_middle_cls_token": False}, "head", True),
-        ({"if_cls_token": False}, "none", True),
-        ({"cls_token": "end"}, "end", True),
-    ):
-        model = build(**(SMALL | {"if_abs_pos_embed": True, "pretrained_cfg": None} | keywords))
-        assert (model.cls, model.final_pool_type) == (cls, "mean")
-        assert all(layer.mixer.if_divide_out == halve for layer in model.layers)
-        assert model.pos_embed.shape == (1, 15 + len(oracle.cls_places(cls, 15)), 6)
-    assert build(**SMALL, if_abs_pos_embed=False).pos_embed is None
-    with pytest.raises(OptionError, match="load_vim"):  # nothing is downloaded
-        build(pretrained=True)
+def test_unknown_options() -> None:
     for options in ({"cls_token": "left"}, {"final_pool_type": "sum"}, {"bimamba_type": "v3"}):
         ((name, value),) = options.items()
         with pytest.raises(OptionError, match=f"{name}='{value}'"):
             VisionMamba(**(SMALL | options))
-
-
-def test_registration_with_timm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the few functions of timm that are used; twice changes nothing."""
-    registry: dict[str, Any] = {}
-    timm, models = ModuleType("timm"), ModuleType("timm.models")
-    calls = []
-
-    def register_model(entry: Any) -> Any:
-        calls.append(entry.__name__)
-        registry[entry.__name__] = entry
-        return entry
-
-    models.register_model = register_model  # type: ignore[attr-defined]
-    models.is_model = registry.__contains__  # type: ignore[attr-defined]
-    models.model_entrypoint = registry.__getitem__  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "timm", timm)
-    monkeypatch.setitem(sys.modules, "timm.models", models)
-    names = [PUBLISHED.format("tiny"), PUBLISHED.format("small")]
-    assert vim.register_with_timm() == vim.register_with_timm() == names
-    assert calls == names
-    assert registry[names[0]](pretrained=False, pretrained_cfg=None, **SMALL).grid == (3, 5)
