@@ -14,8 +14,7 @@ from ..errors import OptionError
 from .explain import add_source_to, loaded_by, print_any_letters
 
 if TYPE_CHECKING:
-    from ..edges import EdgeEffects, Edges
-    from ..edges.strongest import Held
+    from ..edges import Edge, EdgeEffects, Edges
     from ..explain.knockout import Cut
     from ..explain.loading import Loaded
     from ..viz.html.example import ShownExample, Subject
@@ -137,12 +136,10 @@ def run(options: argparse.Namespace) -> None:
         cut = _cut(options, loaded, subject, example, known, method)
         told, facts = _said_of_cut(cut), facts | _facts_of_cut(cut)
     else:
-        from ..edges.strongest import strongest_edges
-
         layers = None if options.layers is None else _layers(options.layers)
-        found = strongest_edges(method, example.inputs, known.target, options.top, layers)
+        found = _strongest(method, example.inputs, known.target, options.top, layers)
         told = _said_of_edges(found, names, known)
-        facts |= {"edges": [held.edge._asdict() | {"true": held.true} for held in found]}
+        facts |= {"edges": [edge._asdict() | {"true": true} for edge, true in found]}
     print_any_letters()
     if options.json:
         print(json.dumps(facts, indent=1, allow_nan=False))
@@ -243,7 +240,21 @@ def _said_of_cut(cut: Cut) -> list[str]:
     return [*lines, f"{effect}; the estimate was {-cut.estimated:+.4g}."]
 
 
-def _said_of_edges(found: list[Held], names: Any, known: Outline) -> list[str]:
+def _strongest(
+    method: EdgeEffects, inputs: Any, target: Any, count: int, layers: Any
+) -> list[tuple[Edge, float]]:
+    """Return the edges with the largest estimated effects, and the effects of cutting each one."""
+    from ..edges import Edges
+
+    edges = method.attribute(inputs, target).top(count, layers)[0]
+    if not edges:
+        return []
+    cuts = [Edges(edge.name, edge.source, edge.target) for edge in edges]
+    true = method.validate(inputs, target, edges=cuts).true
+    return list(zip(edges, true.tolist(), strict=True))
+
+
+def _said_of_edges(found: list[tuple[Edge, float]], names: Any, known: Outline) -> list[str]:
     if not found:
         return ["No message has an effect on the output."]
     chances = [

@@ -257,13 +257,14 @@ class _Averaged(torch.autograd.Function):
 
 
 def by_example(x: Tensor, batch: int) -> Tensor:
-    """Return the sum of each example (B,), or 1/B of the sum if ``x`` has no example dimension.
+    """Sum ``x`` over all dimensions but the first, of size B, or B L for tokens; return (B,).
 
-    Args:
-        x: the tensor.
-        batch: the number of examples, B.
+    For a different size, such as an expert's tokens, each example gets the mean over examples. If
+    the mean is wrong for an example, the relevance does not sum to its output.
     """
-    return x.reshape(batch, -1).sum(1) if len(x) % batch == 0 else x.sum().expand(batch) / batch
+    if x.dim() and len(x) % batch == 0:
+        return x.reshape(batch, -1).sum(1)
+    return (x.sum() / batch).expand(batch)
 
 
 def running_mean(x: Tensor, mask: Tensor | None) -> Tensor:

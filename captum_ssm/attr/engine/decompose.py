@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...errors import GradientModeError, NotLinearError
 from ...linear import Linearizing, Network, Step, along_all_paths, contribution, outside
+from ...linear.shares import by_example
 from ...operators.base import Role
 from ...operators.coefficients import ROLES
 from ...operators.kernels.arithmetic import autocast_dtype, sum_tensors
@@ -175,12 +176,12 @@ def decompose(
     for i, step, at_step in along_all_paths(steps, left):
         note(outside(i), step, at_step)
     layers = [by_layer[place] for place in sorted(by_layer)]
-    by_example = [at_others]
+    separate = [at_others]
     if len(output) > 1 and (others or apart):
         # with the roots: constants are found where gradients pass
         starts = (*others, *roots, *passing)
         passes, biases = _example_by_example(mode, output, constant, starts)
-        by_example = [gradients[: len(others)] for gradients in passes]
+        separate = [gradients[: len(others)] for gradients in passes]
     if baselines:
         pairs = zip(at_roots, baselines, strict=True)
         biases["baselines"] = sum_tensors((g * b).flatten(1).sum(1) for g, b in pairs).to(output)
@@ -204,7 +205,7 @@ def decompose(
         past=_concatenated(past) if past else None,
     )
     if others:
-        found = _with_others(found, others, of_others, by_example)
+        found = _with_others(found, others, of_others, separate)
     if not by_role:
         return found
     return replace(found, roles=_by_role(network, output, change, found.tokens))
@@ -252,13 +253,13 @@ def _with_others(
     found: Decomposition,
     others: Sequence[Tensor],
     baselines: Sequence[Tensor | None],
-    by_example: Sequence[Sequence[Tensor]],
+    separate: Sequence[Sequence[Tensor]],
 ) -> Decomposition:
     """Add the relevance of the inputs after the first to a decomposition.
 
     Args:
         baselines: the baseline of each input after the first; None for 0.
-        by_example: for each example, the gradients at all of ``others``.
+        separate: for each example, the gradients at all of ``others``.
     """
     values = [x.detach() for x in others]
     starts = [
@@ -269,12 +270,12 @@ def _with_others(
     def added(factors: Sequence[Tensor]) -> Tensor:
         sums = [
             sum_tensors((g * x).sum() for g, x in zip(gradients, factors, strict=True))
-            for gradients in by_example
+            for gradients in separate
         ]
         return torch.stack(sums).to(found.output)
 
     changes = [x - start for x, start in zip(values, starts, strict=True)]
-    at_others = zip(*by_example, strict=True)
+    at_others = zip(*separate, strict=True)
     relevance = tuple(
         torch.stack(each).sum(0) * change for each, change in zip(at_others, changes, strict=True)
     )
@@ -375,7 +376,7 @@ def account(
     biases: dict[str, Tensor] = {} if constant is None else {"output": constant.detach()}
 
     def write(gradient: Tensor, value: Tensor, where: str) -> None:
-        entry = _per_example(contribution(gradient, value), len(output))
+        entry = by_example(contribution(gradient, value), len(output))
         biases[where] = biases.get(where, 0) + entry.to(output)
 
     live = [x for x in (*wanted, *mode.ledger.leaves) if x.requires_grad]
@@ -388,17 +389,6 @@ def account(
             raise
     arrived = {x: g for x, g in zip(live, found, strict=True) if g is not None}
     return [arrived.get(x, torch.zeros_like(x)) for x in wanted], biases
-
-
-def _per_example(x: Tensor, batch: int) -> Tensor:
-    """Sum ``x`` over all dimensions but the first, of size B, or B L for tokens; return (B,).
-
-    For a different size, such as an expert's tokens, each example gets the mean over examples. If
-    the mean is wrong for an example, :func:`exact` returns False.
-    """
-    if x.dim() and len(x) % batch == 0:
-        return x.reshape(batch, -1).sum(1)
-    return (x.sum() / batch).expand(batch)
 
 
 def exact(found: Decomposition, apart: bool = False) -> bool:

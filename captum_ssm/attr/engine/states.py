@@ -10,7 +10,7 @@ Factors around the recurrence (gate, convolution, flips, padding) are the same f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, product
 from typing import NamedTuple
 
@@ -74,15 +74,22 @@ def terms_of(operator: Operator) -> list[Term] | None:
     return found
 
 
-def products_of(operator: Operator) -> list[tuple[Operator, ...]]:
-    """Expand an operator into a sum of products of elementary operators, outermost factor first."""
+def products_of(
+    operator: Operator, expands: Callable[[Operator], bool] = lambda _: True
+) -> list[tuple[Operator, ...]]:
+    """Expand an operator into a sum of products of elementary operators, outermost factor first.
+
+    Args:
+        operator: the operator.
+        expands: function that returns whether to expand a sum. Default: every sum is expanded.
+    """
     if isinstance(operator, Chain):
-        choices = product(*(products_of(part) for part in operator.parts))
+        choices = product(*(products_of(part, expands) for part in operator.parts))
         return [tuple(chain.from_iterable(choice)) for choice in choices]
-    if isinstance(operator, Sum):
-        return [parts for part in operator.parts for parts in products_of(part)]
+    if isinstance(operator, Sum) and expands(operator):
+        return [parts for part in operator.parts for parts in products_of(part, expands)]
     if isinstance(operator, DirectSum) and len(operator.parts) == 1:
-        return products_of(operator.parts[0])
+        return products_of(operator.parts[0], expands)
     return [(operator,)]
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..call.targets import Against, SumTarget
+from ..engine.result import part
 
 #: A row is not used if its sum is below this fraction of the largest |logit - mean|, because
 #: division by a small sum would give large relevance.
@@ -39,15 +40,18 @@ class Row(Protocol):
         """The explained value (B,)."""
 
 
+@part
 @dataclass(frozen=True, eq=False)
-class Hop:
+class SpanHop:
     """The relevance for S explained spans after some hops, which sums to the spans' outputs.
 
     Attributes:
-        prompt: relevance of each prompt token (S, P).
-        text: relevance of each token of the generated text (S, n), for the next hop.
-        unresolved: relevance (S, n) left on generated tokens whose rows have too small sums.
-        constants: relevance of constants and of tokens that the model inserts (S,).
+        prompt: relevance of each feature, or each token, of the prompt (S, n_in).
+        text: relevance of each span (S, S), or each token (S, n), of the text, to be passed on in
+            the next hop.
+        unresolved: relevance, as in ``text``, that stays on the text, because the sums of its
+            tokens' explanations are too small to divide by.
+        constants: relevance of biases, and of tokens that belong to no feature or span (S,).
     """
 
     prompt: Tensor
@@ -58,8 +62,7 @@ class Hop:
     @property
     def total(self) -> Tensor:
         """The sum of all relevance (S,)."""
-        on_text = self.text + self.unresolved
-        return self.prompt.sum(1) + on_text.sum(1) + self.constants
+        return self.prompt.sum(1) + (self.text + self.unresolved).sum(1) + self.constants
 
 
 def follow(
@@ -69,7 +72,7 @@ def follow(
     contrast: Any,
     hops: int,
     logits: Callable[[], Tensor],
-) -> Generator[Against, Row, list[Hop]]:
+) -> Generator[Against, Row, list[SpanHop]]:
     """Explain the spans of a text, then pass relevance on from the text's tokens in several hops.
 
     Args:
@@ -92,7 +95,7 @@ def follow(
         some = torch.arange(span.start, span.stop)
         row = yield Against(SumTarget(some - count, text[some]), contrast)
         first.append(_parts(row, prompt, count))
-    found = [Hop(*map(torch.stack, zip(*first, strict=True)))]
+    found = [SpanHop(*map(torch.stack, zip(*first, strict=True)))]
     # a token's row adds up to its number
     number, has_sum = _row_sums(logits(), text) if hops else (torch.empty(0), torch.empty(0))
     for _ in range(hops):
@@ -112,12 +115,14 @@ def follow(
             row = yield Against(SumTarget(some - count, text[some], weights), "mean")
             arrived.append(_parts(row, prompt, count))
         on_prompt, on_text, _, constants = map(torch.stack, zip(*arrived, strict=True))
-        found.append(Hop(latest.prompt + on_prompt, on_text, stays, latest.constants + constants))
+        found.append(
+            SpanHop(latest.prompt + on_prompt, on_text, stays, latest.constants + constants)
+        )
     return found
 
 
 def _parts(row: Row, prompt: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Split a row's relevance into the four attributes of :class:`Hop`; unresolved is 0."""
+    """Split a row's relevance into the four attributes of :class:`SpanHop`; unresolved is 0."""
     constants = row.output - row.tokens.sum(-1)
     tokens = row.tokens[0].detach().cpu().double()
     on_text = torch.zeros(count, dtype=torch.float64)
@@ -126,7 +131,7 @@ def _parts(row: Row, prompt: int, count: int) -> tuple[Tensor, Tensor, Tensor, T
     return tokens[:prompt], on_text, nothing, constants.detach().cpu().double().sum()
 
 
-def _nothing(latest: Hop) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _nothing(latest: SpanHop) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return zeros in the form of :func:`_parts`, for a span without relevance to pass on."""
     empty = torch.zeros_like(latest.text[0])
     return torch.zeros_like(latest.prompt[0]), empty, empty, torch.zeros_like(latest.constants[0])

@@ -22,10 +22,10 @@ from ..call.targets import Against, SumTarget, logits_of
 from ..engine.linear_method import LinearMethod, answered
 from ..engine.method import SSMAttribution
 from .codec import Codec
-from .hops import Hop, Row, follow
+from .hops import Row, SpanHop, follow
 from .prompt import Prompt, SkipTokens, read_ids, read_prompt
 from .result import SSMLLMAttributionResult, minus, result_of_spans
-from .resume import counted, fingerprint, kept
+from .resume import fingerprint, kept
 from .spans import Spans, joined, read_spans, with_spans
 
 #: The default number of generated tokens.
@@ -231,14 +231,14 @@ class SSMLLMAttribution(Attribution):
         if _adds_up(method):  # there is one example, so the batch size has no effect
             checks.count("internal_batch_size", rest.pop("internal_batch_size", None))
 
-        def ask(logits: Callable[[], Tensor]) -> Generator[Against, Row, list[Hop]]:
+        def ask(logits: Callable[[], Tensor]) -> Generator[Against, Row, list[SpanHop]]:
             questions = follow(text, spans, length, contrast, asked.hops, logits)
-            questions = counted(questions, len(spans) * (1 + asked.hops))
+            steps = len(spans) * (1 + asked.hops)
             if asked.resume is None:
-                return questions
+                return kept(questions, steps)
             name = type(method).__name__
             parts = ids, text, spans, contrast, asked.hops, name, vars(method).get("rule")
-            return kept(questions, asked.resume, fingerprint(self.model, options, *parts))
+            return kept(questions, steps, asked.resume, fingerprint(self.model, options, *parts))
 
         if hasattr(method, "answer_in_turn"):
             hops = method.answer_in_turn(ids, positions, ask, **rest)
@@ -278,7 +278,7 @@ class SSMLLMAttribution(Attribution):
 
     def _one_by_one(
         self, ids: Tensor, ask: Any, positions: list[int], options: Mapping[str, Any]
-    ) -> list[Hop]:
+    ) -> list[SpanHop]:
         """Decompose targets with a method that runs the model once per target."""
 
         def logits() -> Tensor:
@@ -300,7 +300,7 @@ class SSMLLMAttribution(Attribution):
         spans: Sequence[range],
         length: int,
         options: Mapping[str, Any],
-    ) -> Hop:
+    ) -> SpanHop:
         """Explain spans with a method whose relevance does not sum to the output."""
         several = [torch.arange(span.start, span.stop) for span in spans]
         targets = [SumTarget(some - len(text), text[some]) for some in several]
@@ -309,7 +309,9 @@ class SSMLLMAttribution(Attribution):
             rows = rows * torch.tensor([len(span) for span in spans]).to(rows)[:, None]
         rows = rows.double()
         on_text = F.pad(rows[:, length:], (0, 1))
-        return Hop(rows[:, :length], on_text, torch.zeros_like(on_text), rows.new_zeros(len(rows)))
+        return SpanHop(
+            rows[:, :length], on_text, torch.zeros_like(on_text), rows.new_zeros(len(rows))
+        )
 
     def _read_target(self, target: Any) -> Tensor:
         """Convert a target (a text or token ids) to token ids (n,)."""

@@ -14,32 +14,8 @@ from torch import Tensor
 
 from ..engine.result import Result, part
 from .codec import Pieces
-from .hops import Hop
+from .hops import SpanHop
 from .prompt import Prompt
-
-
-@part
-@dataclass(frozen=True, eq=False)
-class SpanHop:
-    """The relevance for S explained spans after some hops, which sums to the spans' outputs.
-
-    Attributes:
-        prompt: relevance of each feature of the prompt (S, n_in).
-        text: relevance of each span of the text (S, S), to be passed on in the next hop.
-        unresolved: relevance (S, S) that stays on spans of the text, because the sums of their
-            tokens' explanations are too small to divide by.
-        constants: relevance of biases, and of tokens that belong to no feature or span (S,).
-    """
-
-    prompt: Tensor
-    text: Tensor
-    unresolved: Tensor
-    constants: Tensor
-
-    @property
-    def total(self) -> Tensor:
-        """The sum of all relevance (S,)."""
-        return self.prompt.sum(1) + (self.text + self.unresolved).sum(1) + self.constants
 
 
 @part
@@ -106,7 +82,7 @@ class SpanParts:
 
 def result_of_spans(
     prompt: Prompt,
-    hops: Sequence[Hop],
+    hops: Sequence[SpanHop],
     spans: Sequence[range],
     names: list[str],
     pieces: Pieces | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,14 +34,16 @@ class SavedRow:
 
 
 def kept(
-    questions: Generator[Against, Row, T], folder: Path, of: str
+    questions: Generator[Against, Row, T], total: int, folder: Path | None = None, of: str = ""
 ) -> Generator[Against, Row, T]:
     """Yield the targets without a decomposition in ``folder``, and save new decompositions.
 
     Args:
         questions: a generator of targets, which depend only on earlier decompositions.
-        folder: the folder for decompositions, each saved at once; created if missing.
-        of: the :func:`fingerprint` of the call.
+        total: the number of progress steps to show, one for each target.
+        folder: the folder for decompositions, each saved at once; created if missing. Default:
+            None, nothing is saved.
+        of: the :func:`fingerprint` of the call. Default: ``""``.
 
     Yields:
         Targets to decompose. The caller sends each decomposition back.
@@ -52,43 +55,34 @@ def kept(
         OptionError: if the folder has decompositions of a different call.
         WriteError: if the folder is not writable.
     """
-    make_folder(folder)
-    note = folder / _OF
-    if note.exists() and note.read_text("utf-8") != of:
-        raise OptionError(
-            f"resume={str(folder)!r} holds results for a different model, text, span or option. "
-            "Pass an empty folder, or the folder of this call."
-        )
-    write_whole(note, of)
-    number, answer = 0, None
-    while True:
+    if folder is not None:
+        make_folder(folder)
+        note = folder / _OF
+        if note.exists() and note.read_text("utf-8") != of:
+            raise OptionError(
+                f"resume={str(folder)!r} holds results for a different model, text, span or "
+                "option. Pass an empty folder, or the folder of this call."
+            )
+        write_whole(note, of)
+    answer: Row | None = None
+    steps = shown(range(total))
+    for number in itertools.count():
+        next(steps, None)
         try:
             question = next(questions) if answer is None else questions.send(answer)
         except StopIteration as stop:
             result: T = stop.value
             return result
-        path = folder / f"{number:06d}.pt"
-        if path.exists():
+        path = None if folder is None else folder / f"{number:06d}.pt"
+        if path is not None and path.exists():
             answer = SavedRow(**torch.load(path, weights_only=True))
-        else:
-            row = yield question
-            answer = SavedRow(row.tokens.cpu(), row.bias.cpu(), row.output.cpu())
+            continue
+        answer = yield question
+        if path is not None:
+            answer = SavedRow(answer.tokens.cpu(), answer.bias.cpu(), answer.output.cpu())
             with replacing(path) as beside:
                 torch.save(vars(answer), beside)
-        number += 1
-
-
-def counted(questions: Generator[Against, Row, T], total: int) -> Generator[Against, Row, T]:
-    """Yield the targets of ``questions``, and show each as one of ``total`` progress steps."""
-    answer, numbers = None, shown(range(total))
-    while True:
-        next(numbers, None)
-        try:
-            question = next(questions) if answer is None else questions.send(answer)
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
-        answer = yield question
+    raise AssertionError
 
 
 def fingerprint(model: nn.Module, options: Mapping[str, Any], *parts: Any) -> str:

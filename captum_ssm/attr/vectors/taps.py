@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from ...mixers.base import LinearMixer
 from ...operators import Chain, Diagonal, Operator, Permute, ShortConv, Sum
 from ...operators.kernels.bands import shift_tokens
 from ..call import checks
+from ..engine.states import products_of
 
 Function = Callable[[Tensor], Tensor]
 #: Pairs of a lag k and phi[k] (B, L, H, P); phi[k][t] is due to position t - k.
@@ -99,18 +99,9 @@ def paths_of(linear: LinearMixer, module: nn.Module, activation: str) -> list[Ta
     return [_path(parts, values, module, activation) for parts in products(operator)]
 
 
-def products(operator: Operator) -> list[list[Operator]]:
-    """Expand an operator into a sum of products; sums without an activation are not expanded.
-
-    Returns:
-        The factors of each product, outermost first.
-    """
-    if isinstance(operator, Chain):
-        choices = product(*(products(part) for part in operator.parts))
-        return [list(chain.from_iterable(choice)) for choice in choices]
-    if isinstance(operator, Sum) and _holds_activation(operator):
-        return [parts for part in operator.parts for parts in products(part)]
-    return [[operator]]
+def products(operator: Operator) -> list[tuple[Operator, ...]]:
+    """Expand an operator into a sum of products; sums without an activation are not expanded."""
+    return products_of(operator, _holds_activation)
 
 
 def silenced(operator: Operator) -> Operator:
