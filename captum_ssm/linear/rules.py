@@ -386,10 +386,7 @@ def instance_norm(
         return batch_norm(
             mode, F.batch_norm, (x, mean, variance, weight, bias, False, 0.1, eps), {}
         )
-    out = _standardized(x, tuple(range(2, x.dim())), eps)
-    spread = (-1, *(1,) * (x.dim() - 2))
-    weight, bias = (None if p is None else p.view(spread) for p in (weight, bias))
-    return _scaled_and_shifted(mode, out, weight, bias).to(x.dtype)
+    return group_norm(mode, F.group_norm, (x, x.shape[1], weight, bias, eps), {})
 
 
 def rms_norm(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
