@@ -202,13 +202,17 @@ class _Outer:
         at = nodes_of(self.rule)
         each = torch.linspace(at[0], at[-1], len(at), dtype=x.dtype, device=x.device)
         nodes = each.view(-1, *(1,) * x.dim())
-        _, back = vjp(self.operator, nodes * x, self._moved(nodes.flatten()), nodes)
+        _, back = vjp(self.operator, nodes * x, self._factors_at(nodes.flatten()), nodes)
         if self.labels.several:
             self._known.append(back)
         return back
 
-    def _moved(self, nodes: Tensor) -> Moved:
-        """Return the factors' values at the nodes, except of factors with the reference "own"."""
+    def _factors_at(self, nodes: Tensor) -> Moved:
+        """Return the factors' values (S, B, ...) at S nodes, by operator and name.
+
+        Node 0 is a factor's reference, see :class:`Share`, and node 1 the factor. A factor with the
+        reference "own" is the same at all nodes, and is left out.
+        """
         masks: dict[Operator, Tensor | None] = {}
         follow_mask(self.operator, self.mask, masks)
         moved: dict[Operator, dict[str, Tensor]] = {}

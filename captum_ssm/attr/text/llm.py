@@ -78,7 +78,8 @@ class SSMLLMAttribution(Attribution):
         self.model = find_model(self.forward_func, getattr(attr_method, "model", None))
         if isinstance(self.forward_func, nn.Module):
             _check_head(self.forward_func)
-        self._reads_ahead: bool | None = None
+        #: Whether relevance was found on later tokens; None if that was not checked.
+        self._is_bidirectional: bool | None = None
 
     def __repr__(self) -> str:
         return f"SSMLLMAttribution({self.attr_method!r})"
@@ -223,7 +224,15 @@ class SSMLLMAttribution(Attribution):
     def _of_spans(
         self, prompt: Prompt, text: Tensor, ids: Tensor, asked: _Asked, options: Mapping[str, Any]
     ) -> SSMLLMAttributionResult:
-        """Explain the spans of a text, one output value per span, in ``asked.hops`` hops."""
+        """Explain the spans of a text, one output value per span, in ``asked.hops`` hops.
+
+        Args:
+            prompt: the prompt.
+            text: the ids of the text (n,).
+            ids: the ids of prompt and text, without the last one (1, L).
+            asked: the checked arguments of :meth:`attribute`.
+            options: further arguments of the method.
+        """
         spans = read_spans("spans", asked.spans, text, self.codec)  # type: ignore[arg-type]
         length, method, rest = len(prompt.ids), self.attr_method, dict(options)
         positions = [i - len(text) for i in range(len(text))]
@@ -232,6 +241,7 @@ class SSMLLMAttribution(Attribution):
             checks.count("internal_batch_size", rest.pop("internal_batch_size", None))
 
         def ask(logits: Callable[[], Tensor]) -> Generator[Against, Row, list[SpanHop]]:
+            """Yield targets, be sent their relevance, and return the hops."""
             questions = follow(text, spans, length, contrast, asked.hops, logits)
             steps = len(spans) * (1 + asked.hops)
             if asked.resume is None:
@@ -248,7 +258,8 @@ class SSMLLMAttribution(Attribution):
             hops = [self._without_sums(ids, text, spans, length, options)]
         last = [length + span.stop - 1 for span in spans]
         self._check_order(torch.cat([hops[0].prompt, hops[0].text[:, :-1]], 1), last)
-        if self._reads_ahead is None and _adds_up(method) and len(text) > 1:
+        if self._is_bidirectional is None and _adds_up(method) and len(text) > 1:
+            # no span had later tokens, so look at those of the first token's output
             few = ids if "additional_forward_args" in options else ids[:, :_FEW]
             row = method.decompose(few, (-few.shape[1], int(text[0])), **rest)
             self._check_order(row.tokens.detach().cpu(), [1])
@@ -266,10 +277,10 @@ class SSMLLMAttribution(Attribution):
         later = torch.arange(relevance.shape[1]) >= torch.tensor(last)[:, None]
         size, beyond = (x.abs().sum(1) for x in (relevance, relevance * later))
         if bool((beyond > _ROUNDING * size).any()):
-            self._reads_ahead = True
+            self._is_bidirectional = True
         elif bool(later.any()):
-            self._reads_ahead = False
-        if self._reads_ahead:
+            self._is_bidirectional = False
+        if self._is_bidirectional:
             raise OptionError(
                 f"{type(self.model).__name__} is bidirectional: its output at a token depends on "
                 "later tokens, so it cannot generate a text token by token. Call attribute() of "

@@ -197,17 +197,21 @@ class DeltaRule(ChunkedHeads):
         return self._corrected(part, length).chunk(part)
 
     def _corrected(self, part: slice, length: int) -> Corrected:
-        """Return chunks of the tokens ``part`` after solving each chunk's triangular system."""
+        """Return chunks of the tokens ``part`` after solving each chunk's triangular system.
+
+        Reads and writes are then those of corrected values, see :class:`.Corrected`.
+        """
 
         def cut(x: Tensor) -> Tensor:
             return in_chunks(x[:, part], length)
 
+        # without a key of its own, erasing reads the state after its decay
         logs, late = self.log_decay, self.erase is None
         if logs is not None:
             logs = cut(logs if logs.dim() == 4 else logs[..., None])
         query, key, beta = cut(self.query), cut(self.key), cut(self.beta[..., None])
         erase = key if self.erase is None else cut(self.erase)
-        taken = None
+        taken = None  # then it is beta k
         if self.erase_step is not None:
             taken = in_chunks(self.corrections(part).taken, length)
         return corrected(query, beta * key, erase, taken, logs, late)
