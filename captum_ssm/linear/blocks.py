@@ -302,9 +302,13 @@ class _BlockCall:
         found, self._arrived = self._arrived or [None] * len(self.sizes), []
         return found
 
-    def check_same(self, left: Sequence[Tensor], mode: Linearizing) -> None:
-        """Raise NotLinearError if the block returned different tensors when it ran again."""
-        if [x.shape for x in left] != self.sizes or any(map(mode.is_bent, left)):
+    def check_same(self, returned: Sequence[Tensor], mode: Linearizing) -> None:
+        """Raise NotLinearError if a second run of the block cannot take the place of the first.
+
+        Its tensors must have the shapes of the first run, and none may come straight from an
+        activation: code behind the block did not know that in the first run.
+        """
+        if [x.shape for x in returned] != self.sizes or any(map(mode.is_bent, returned)):
             raise NotLinearError(
                 f"Module {self.name!r} returns other tensors when recompute=True runs it again, "
                 "or ends in an activation. Leave recompute out."

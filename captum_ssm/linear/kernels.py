@@ -59,7 +59,7 @@ _VECTORS = _roles(
 _PAIRS = _roles(2, content="value", query="query", key="key")
 
 #: Arguments that change the meaning of a kernel's result, which entries do not support.
-_OTHERWISE = frozenset(
+_UNSUPPORTED = frozenset(
     (
         *("initial_states", "initial_state", "seq_idx", "cu_seqlens", "cu_seq_lens_q"),
         *("return_last_state", "return_final_states", "return_varlen_states"),
@@ -444,11 +444,15 @@ ENTRIES: dict[str, Entry] = {
 }
 #: Entries of kernels that continue from a cache, and state arguments that other entries accept.
 _STEPS = (_conv_step, _scan_step)
-_TAKEN = {_vectors: _STATES | _LAST, _delta: _STATES | _LAST, _selective_scan: _LAST}
+_WITH_CACHE = {_vectors: _STATES | _LAST, _delta: _STATES | _LAST, _selective_scan: _LAST}
 
 
 def _entered(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper of kernels that calls ``entry`` in mixers explained by their own code."""
+    """Return a wrapper of kernels that calls ``entry`` in mixers explained by their own code.
+
+    In other code the wrapper only calls the kernel. It leaves the mixer to its adapter if the call
+    has an argument that the entry does not support, or is one for a single token without a cache.
+    """
 
     def repaired(kernel: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(kernel)
@@ -456,14 +460,16 @@ def _entered(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             reading = now.get()
             if reading is None:
                 return kernel(*args, **kwargs)
-            taken = _TAKEN.get(entry, frozenset()) if reading.continues else frozenset()
-            otherwise = any(_is_given(kwargs.get(name)) for name in _OTHERWISE - taken)
-            stray = entry in _STEPS and not reading.continues
-            if reading.given_up or otherwise or stray:
+            known = _WITH_CACHE.get(entry, frozenset()) if reading.continues else frozenset()
+            unknown = any(_is_given(kwargs.get(name)) for name in _UNSUPPORTED - known)
+            step_alone = entry in _STEPS and not reading.continues
+            if reading.given_up or unknown or step_alone:
                 return reading.give_up(kernel, *args, **kwargs)
+            # weights are constants, and get no relevance
             args, kwargs = reading.mode.without_weights(args), reading.mode.without_weights(kwargs)
             return entry(reading, kernel, *args, **kwargs)
 
+        # the kernel itself, for _itself()
         call._kernel = kernel  # type: ignore[attr-defined]
         return call
 

@@ -183,7 +183,7 @@ class LinearMixer:
             NonFiniteError: with the names of the layer and of the first such component.
         """
         named = [(leaf.component or "mask", leaf.tensors()) for leaf in self.operator.leaves()]
-        if are_noted(self.values):
+        if are_noted(self.values):  # read at the end; if it fails, a repeated call names the first
             finite_together([self.values, *(x for _, found in named for x in found.values())])
             return
         # in the order of computation, so that the first one found is the origin

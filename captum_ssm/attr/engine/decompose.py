@@ -163,6 +163,7 @@ def decompose(
     mode, others = network.mode, network.mode.others
     roots, passing, steps = network.roots, network.passing, network.steps
     of_steps = [x for step in steps for x in (*step.entering, step.output)]
+    #: Relevance of each mixer's stream and output, by its place in the run.
     by_layer: dict[Any, tuple[Tensor | None, Tensor]] = {}
 
     def note(place: Any, step: Step, gradients: Sequence[Tensor | None]) -> None:
@@ -171,9 +172,10 @@ def decompose(
     wanted = [*roots, *passing, *others, *of_steps]
     with nullcontext() if mode.blocks is None else mode.blocks.reading(note):
         gradients, biases = account(mode, output, constant, wanted)
-    left = iter(gradients)
-    at_roots, at_passing, at_others = ([next(left) for _ in x] for x in (roots, passing, others))
-    for i, step, at_step in along_all_paths(steps, left):
+    unused = iter(gradients)
+    at_roots, at_passing, at_others = ([next(unused) for _ in x] for x in (roots, passing, others))
+    # a stream that enters several blocks has a gradient for each, which are added
+    for i, step, at_step in along_all_paths(steps, unused):
         note(outside(i), step, at_step)
     layers = [by_layer[place] for place in sorted(by_layer)]
     separate = [at_others]
@@ -189,6 +191,7 @@ def decompose(
     read = [g * x for g, x in zip(at_roots, change, strict=True)]
     inputs = _on_input_tokens(read, network)
     past = [g * x.detach() for g, x in zip(at_passing, passing, strict=True)]
+    # of tokens that the model adds, and of paths that pass by the layer where the network begins
     virtual = sum_tensors(x.flatten(1).sum(1) for x in read) - inputs.flatten(1).sum(1)
     virtual = virtual.to(output.detach())
     for each in past:
