@@ -26,7 +26,7 @@ PAGES = {
     "readme": "#cuts td button",
     "long": '#text .token[data-index="3"]',
     "image": '#picture .token[data-index="3"]',
-    "answers": '#answer .token[data-index="3"]',
+    "answers": "#answer .token:nth-of-type(3)",
     "results": '#rows .token[data-index="3"]',
     "layers": '#rows .token[data-index="3"]',
     "maps": "#maps canvas",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,7 @@ def made(found: SSMLLMAttributionResult, tmp_path_factory: pytest.TempPathFactor
 
 
 def word(side: str, index: int) -> str:
-    return f'#{side} .token[data-index="{index}"]'
+    return f"#{side} .token:nth-of-type({index + 1})"
 
 
 def assert_coloured(page: Page, prompt: torch.Tensor, answer: torch.Tensor) -> None:
@@ -66,11 +67,56 @@ def test_pointing_colours_what_a_word_is_due_to(
     assert opened.text("#status").startswith(f"“kite” depends most on “{best}” +")
     assert opened.text("#strongest li").split()[0] == best == "kite"
     sums = [prompt[6].sum(), answer[6].sum(), found.spans.hops[-1].constants[6]]
-    said = opened.text("#sum").replace("−", "-").rstrip(".").replace(":", ",").split(", ")
-    numbers = [float(part.rsplit(" ", 1)[1]) for part in said]
+    said = opened.text("#sum").replace("−", "-").rstrip(".")
+    numbers = [float(x) for x in re.findall(r"[-+]?\d[\d.]*", said.replace(". ", " "))]
     np.testing.assert_allclose(numbers, [*map(float, sums), float(sum(sums))], rtol=6e-3)
     opened.click("#whole")
     assert_coloured(opened, prompt.sum(0), answer.sum(0))
+
+
+def test_arcs_lead_from_the_strongest_sources(opened: Page, found: SSMLLMAttributionResult) -> None:
+    """In one text, whose end is marked as the answer, and by keys alone."""
+    copied = "getSelection().selectAllChildren(document.querySelector('#text'))"
+    text = opened.evaluate(f"({copied}, getSelection().toString())").split()
+    assert text == [*PROMPT.split(), *ANSWER.split()]
+    assert {x for x in opened.each("#answer .token", "getComputedStyle(e).borderBottomStyle")} == {
+        "solid"
+    }
+    assert opened.texts("#answer .token") == ANSWER.split()
+    assert len(arcs(opened)) == 8  # one for each word of the whole answer
+    opened.focus("#text .token[tabindex='0']")
+    opened.keys("End", "ArrowLeft", "Enter")  # kite, of the answer
+    prompt, answer = last(found)
+    values = torch.cat([prompt[6], answer[6]]).numpy()
+    best = np.argsort(-np.abs(values))[:6]
+    drawn = arcs(opened)
+    assert {(source, target) for source, target, _, _ in drawn} == {(int(i), 20) for i in best}
+    shares = np.abs(values) / np.abs(values).max()
+    for source, _, width, against in drawn:
+        assert width == pytest.approx(1.25 + 4.75 * shares[source], abs=0.01)
+        assert against == (values[source] < 0)
+    # of a word of the prompt, to those words of the answer to which it adds most
+    opened.keys("Home", *["ArrowRight"] * 8, "Enter")
+    assert {source for source, *_ in arcs(opened)} == {8}
+    assert all(target >= 14 for _, target, _, _ in arcs(opened))
+    opened.resize(700, 800)
+    assert {source for source, *_ in arcs(opened)} == {8}
+
+
+def arcs(page: Page) -> list[tuple[int, int, float, bool]]:
+    """The words under an arc's ends, its width, and whether its color says that it takes away."""
+    page.drawn()
+    width = "Number(e.firstChild.getAttribute('stroke-width'))"
+    path = "e.firstChild.getAttribute('d').match(/[-0-9.]+/g).map(Number)"
+    drawn = page.each("#text .arcs g", f"[{path}, {width}, e.classList.contains('against')]")
+    places = page.each("#text .token", "[e.offsetLeft, e.offsetTop, e.offsetWidth, e.offsetHeight]")
+    x = np.array([left + wide / 2 for left, _, wide, _ in places])
+    y = np.array([top + high / 2 for _, top, _, high in places])
+
+    def under(left: float, top: float) -> int:
+        return int(np.hypot(x - left, y - top).argmin())
+
+    return [(under(*d[:2]), under(*d[-2:]), width, against) for d, width, against in drawn]
 
 
 def test_sentences_are_sums_of_their_words(opened: Page, found: SSMLLMAttributionResult) -> None:

@@ -119,7 +119,7 @@ PAGES = {
     "answers": [
         THEME,
         *OF_PANE,
-        Use("#answer .token[tabindex='0']", "Enter", text("#status")),
+        Use(PANE, "Home End", value(".arcs", "innerHTML")),
         Use("#stretch input:checked", "ArrowRight", text("#status")),
         Use("#shades input:checked", "ArrowRight", SHADES),
         Use("#hops", "ArrowLeft", SHADES),

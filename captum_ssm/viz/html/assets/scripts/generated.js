@@ -8,18 +8,22 @@ const ROW_STEPS = 32767;
 const LISTED = { prompt: 6, answer: 3 };
 /** How many of the strongest words a sentence names. */
 const NAMED = 3;
+/** About how many arcs are drawn, the most, and the widths of the weakest and the strongest. */
+const ARCS = { some: 6, most: 8, widths: [1.25, 6] };
 
-/** The chosen example and word ({side, index}, or null for the whole answer), and whether the word
- * is kept. */
+/** The chosen example and word (null for the whole answer), and whether the word is kept. */
 const chosen = { example: 0, at: null, kept: false, stretch: 'words', shades: 'words', hops: 0 };
-let panes = {};
+let text = null;
 let answer = null;
 
-/** The relevance for each word of an answer, after each number of hops. */
+/** The relevance for each word of an answer, after each number of hops; words of the prompt come
+ * first, then those of the answer.
+ */
 class Answer {
   constructor({ prompt, answer, blocks, constants }) {
     this.features = prompt.labels.length;
     this.words = answer.labels.length;
+    this.length = this.features + this.words;
     this.blocks = blocks;
     this.constants = constants;
     this.read = [];
@@ -34,62 +38,108 @@ class Answer {
     return this.read[hops];
   }
 
-  /** Sum the relevance for some words of the answer: of the prompt's words, and of the answer's. */
-  due(words, hops) {
+  /** Return the relevance of a word for a word of the answer. */
+  at(source, target, hops) {
     const { largest, steps } = this.rows(hops);
-    const length = this.features + this.words;
-    const sum = new Float64Array(length);
-    for (const word of words) {
-      const unit = largest[word] / ROW_STEPS;
-      for (let i = 0, at = word * length; i < length; i++, at++) sum[i] += steps[at] * unit;
-    }
-    return { prompt: sum.subarray(0, this.features), answer: sum.subarray(this.features) };
+    const row = target - this.features;
+    return (steps[row * this.length + source] * largest[row]) / ROW_STEPS;
   }
 
-  /** Return the relevance of some words for each word of the answer. */
-  given(side, words, hops) {
-    const { largest, steps } = this.rows(hops);
-    const length = this.features + this.words;
-    const start = side === 'prompt' ? 0 : this.features;
-    return Float64Array.from({ length: this.words }, (_, word) =>
-      words.reduce((sum, i) => sum + (steps[word * length + start + i] * largest[word]) / ROW_STEPS, 0),
-    );
+  /** Return the indices of the answer's words. */
+  all() {
+    return Array.from({ length: this.words }, (_, word) => this.features + word);
+  }
+
+  /** Sum the relevance of each word for some words of the answer. */
+  due(targets, hops) {
+    return Float64Array.from({ length: this.length }, (_, source) =>
+      targets.reduce((sum, target) => sum + this.at(source, target, hops), 0));
+  }
+
+  /** Sum the relevance of some words for each word of the answer; 0 for the prompt. */
+  given(sources, hops) {
+    return Float64Array.from({ length: this.length }, (_, target) =>
+      (target < this.features ? 0 : sources.reduce((sum, source) => sum + this.at(source, target, hops), 0)));
   }
 
   /** Sum the constants of some words of the answer. */
   fixed(words, hops) {
-    return this.constants && words.reduce((sum, word) => sum + this.constants[hops][word], 0);
+    return this.constants && words.reduce((sum, word) => sum + this.constants[hops][word - this.features], 0);
   }
 }
 
+/** The prompt and its answer as one text, with arcs between words. */
+class Text extends Pane {
+  constructor(holder, { prompt, answer }) {
+    const size = prompt.labels.length;
+    const after = (indices) => indices.map((index) => size + index);
+    const both = (name) => [...prompt[name], ...after(answer[name])];
+    const known = prompt.sentences.length || answer.sentences.length;
+    const sentences = known ? [0, ...prompt.sentences.slice(1), size, ...after(answer.sentences.slice(1))] : [];
+    const [joined, breaks] = [both('joined'), both('breaks')];
+    const labels = [...prompt.labels, ...answer.labels];
+    super(holder, { labels, joined, breaks, marks: both('marks'), direction: prompt.direction, sentences }, '', act);
+    const part = (id, dir, from, to) => make('span', { id, dir }, ...this.lay([...labels.keys()].slice(from, to), joined, breaks).childNodes);
+    this.svg = draw('svg', { class: 'arcs', 'aria-hidden': true });
+    const answered = part('answer', answer.direction, size);
+    answered.setAttribute('role', 'group');
+    answered.setAttribute('aria-label', 'Answer');
+    this.flow = make('div', { className: 'flow', dir: prompt.direction }, part('prompt', prompt.direction, 0, size), ' ', answered, this.svg);
+    holder.replaceChildren(this.flow);
+    this.arcs = [];
+  }
+
+  /** Draw arcs from sources to words of the answer. */
+  draw(arcs = this.arcs) {
+    this.arcs = arcs;
+    const largest = largestOf(arcs.map(({ value }) => value));
+    const [thin, thick] = ARCS.widths;
+    const { offsetHeight: high } = this.elements[0];
+    const room = parseFloat(getComputedStyle(this.flow).lineHeight) - high;
+    const middle = ({ offsetLeft, offsetWidth }) => offsetLeft + offsetWidth / 2;
+    this.svg.replaceChildren(...arcs.map(({ source, target, value }) => {
+      const [from, to] = [this.elements[source], this.elements[target]];
+      const wide = thin + (thick - thin) * Math.abs(value / largest);
+      const half = 2 + wide / 2;
+      const [x, end, top] = [middle(from), middle(to), to.offsetTop - 1];
+      const beside = Math.abs(from.offsetTop - to.offsetTop) < high / 2;
+      // above words of one line; else down from the source's line
+      const y = beside ? top : from.offsetTop + from.offsetHeight;
+      const bend = beside ? -(4 / 3) * (room - wide) * Math.min(1, 0.3 + Math.abs(end - x) / 400) : Math.max(room, (top - y) / 2);
+      const path = `M${x} ${y}C${x} ${y + bend} ${end} ${top - Math.abs(bend)} ${end} ${top - 2 * half}`;
+      const head = `M${end - half} ${top - 2 * half}h${2 * half}L${end} ${top}Z`;
+      return draw('g', { class: value < 0 ? 'against' : '' }, draw('path', { d: path, 'stroke-width': wide }), draw('path', { d: head, class: 'head' }));
+    }));
+  }
+}
+
+const sideOf = (index) => (index < answer.features ? 'prompt' : 'answer');
+
 /** Return the chosen word, or its sentence. */
-function lookedAt({ side, index }) {
-  return chosen.stretch === 'sentences' && panes[side].hasSentences ? panes[side].sentenceOf(index) : [index];
+function lookedAt(index) {
+  return chosen.stretch === 'sentences' && text.hasSentences ? text.sentenceOf(index) : [index];
 }
 
 /** Replace each value by its sentence's sum, if sentences are colored. */
-function bySentence(pane, values) {
-  if (chosen.shades !== 'sentences' || !pane.hasSentences) return values;
+function bySentence(values) {
+  if (chosen.shades !== 'sentences' || !text.hasSentences) return values;
   const sums = [];
   values.forEach((value, i) => {
-    sums[pane.sentences[i]] = (sums[pane.sentences[i]] || 0) + value;
+    sums[text.sentences[i]] = (sums[text.sentences[i]] || 0) + value;
   });
-  return values.map((_, i) => sums[pane.sentences[i]]);
+  return values.map((_, i) => sums[text.sentences[i]]);
 }
 
-function act(kind, side, index) {
-  const same = chosen.at && chosen.at.side === side && chosen.at.index === index;
+function act(kind, _, index) {
+  const same = chosen.at === index;
   if (kind === 'point') {
     if (chosen.kept) {
-      sayPair(side, index);
+      sayPair(index);
       return;
     }
     if (same) return;
-    chosen.at = { side, index };
-  } else {
-    chosen.kept = !(chosen.kept && same);
-    chosen.at = { side, index };
-  }
+  } else chosen.kept = !(chosen.kept && same);
+  chosen.at = index;
   show();
 }
 
@@ -100,114 +150,102 @@ function letGo() {
   show();
 }
 
-/** Show colors, list and sentence for the choice. */
+/** Show colors, arcs, list and sentence for the choice. */
 function show() {
   const { at, hops } = chosen;
-  const back = at && at.side === 'prompt';
-  const all = panes.answer.labels.map((_, i) => i);
-  const words = at ? lookedAt(at) : all;
-  const values = back
-    ? { prompt: null, answer: answer.given('prompt', words, hops) }
-    : answer.due(words, hops);
-  const shades = {};
-  for (const side of ['prompt', 'answer']) shades[side] = values[side] && bySentence(panes[side], values[side]);
-  const largest = Math.max(...Object.values(shades).map((x) => (x ? largestOf(x) : 0)));
-  for (const side of ['prompt', 'answer']) {
-    panes[side].paint(shades[side], largest, at && at.side === side ? words : [], chosen.kept);
-  }
+  const back = at !== null && sideOf(at) === 'prompt';
+  const words = at === null ? answer.all() : lookedAt(at);
+  const values = back ? answer.given(words, hops) : answer.due(words, hops);
+  const shades = bySentence(values);
+  const largest = largestOf(shades);
+  text.paint(shades, largest, at === null ? [] : words, chosen.kept);
+  text.draw(strongestPairs(words, back));
   byId('most').textContent = short(largest);
   byId('least').textContent = short(-largest);
   byId('strongest-title').textContent = back ? 'Adds most to' : 'Depends most on';
-  const best = listed(shades, largest);
-  byId('status').replaceChildren(...sentence(at, words, best, back));
+  byId('status').replaceChildren(...sentence(words, listed(shades, largest), back));
   byId('shown').textContent = back
-    ? 'Background of the answer: how much the chosen part of the prompt adds to it.'
-    : 'Background: relevance for the chosen part of the answer.';
+    ? 'Color and arcs: how much the chosen part of the prompt adds to the score of each word of the answer.'
+    : 'Color and arcs: how much each word adds to the score of the chosen part of the answer.';
   sayOneSum(values, words, back);
-  showNumbers(values);
+  showNumbers(values, back);
 }
 
-/** List the strongest words or sentences; return them. */
+/** Return the pairs with the largest relevance: a few for each word, and not many in total. */
+function strongestPairs(words, back) {
+  const each = Math.ceil(ARCS.some / words.length);
+  const pairs = words.flatMap((word) => {
+    const values = back ? answer.given([word], chosen.hops) : answer.due([word], chosen.hops);
+    values[word] = 0;
+    return strongest(values, each).map((other) => {
+      const [source, target] = back ? [word, other] : [other, word];
+      return { source, target, value: values[other] };
+    });
+  });
+  return pairs.sort((one, other) => Math.abs(other.value) - Math.abs(one.value)).slice(0, ARCS.most);
+}
+
+/** List the strongest words or sentences, first of the prompt, because users ask for it. */
 function listed(shades, largest) {
-  const found = [];
-  for (const side of ['prompt', 'answer']) {
-    if (!shades[side]) continue;
-    const pane = panes[side];
-    const whole = chosen.shades === 'sentences' && pane.hasSentences;
-    const seen = new Set();
-    for (const index of strongest(shades[side], whole ? pane.labels.length : LISTED[side])) {
-      if (whole && seen.has(pane.sentences[index])) continue;
-      seen.add(pane.sentences[index]);
-      const text = pane.read(whole ? pane.sentenceOf(index) : [index]);
-      found.push({ side, index: whole ? pane.sentenceOf(index)[0] : index, text, value: shades[side][index] });
-    }
+  const whole = chosen.shades === 'sentences' && text.hasSentences;
+  const seen = new Set();
+  const found = { prompt: [], answer: [] };
+  for (const index of strongest(shades, shades.length)) {
+    const [first] = whole ? text.sentenceOf(index) : [index];
+    if (!seen.has(first)) found[sideOf(index)].push(first);
+    seen.add(first);
   }
-  // the prompt first: users ask for it
-  const best = ['prompt', 'answer'].flatMap((side) => found.filter((each) => each.side === side).slice(0, LISTED[side]));
+  const best = ['prompt', 'answer'].flatMap((side) => found[side].slice(0, LISTED[side]))
+    .map((index) => ({ index, said: text.read(whole ? text.sentenceOf(index) : [index]), value: shades[index] }));
   byId('strongest').replaceChildren(
-    ...best.map(({ side, index, text, value }) => {
+    ...best.map(({ index, said, value }) => {
       const bar = make('span', { className: 'bar' });
       bar.style.width = `${(100 * Math.abs(value)) / largest}%`;
       bar.style.backgroundColor = tint(value, Math.abs(value));
-      const where = make('span', { className: 'from' }, side === 'prompt' ? ' in the prompt' : ' in the answer');
-      const name = make('bdi', { title: text }, text, where);
+      const where = make('span', { className: 'from' }, ` in the ${sideOf(index)}`);
+      const name = make('bdi', { title: said }, said, where);
       const button = make('button', { type: 'button' }, name, bar, make('span', { className: 'number' }, short(value)));
-      button.addEventListener('click', () => panes[side].find(index));
+      button.addEventListener('click', () => text.find(index));
       return make('li', {}, button);
     }),
   );
   return best;
 }
 
+/** Return nodes for a text in quotes. */
+const quoted = (said) => ['“', make('bdi', { className: 'name' }, said), '”'];
+
 /** Describe the choice. */
-function sentence(at, words, best, back) {
-  const said = [];
-  const say = (text) => said.push(document.createTextNode(text));
-  const quote = (text) => {
-    say('“');
-    said.push(make('bdi', { className: 'name' }, text));
-    say('”');
-  };
-  if (at) quote(panes[at.side].read(words));
-  else say('The whole answer');
-  say(chosen.kept ? ' (selected)' : '');
-  say(back ? ' adds most to ' : ' depends most on ');
-  best.slice(0, NAMED).forEach(({ text, value }, n) => {
-    if (n) say(', ');
-    quote(text);
-    say(` ${short(value)}`);
-  });
-  if (!best.length) say('nothing');
-  say('.');
-  return said;
+function sentence(words, best, back) {
+  const what = chosen.at === null ? ['The whole answer'] : quoted(text.read(words));
+  const verb = `${chosen.kept ? ' (selected)' : ''} ${back ? 'adds' : 'depends'} most ${back ? 'to' : 'on'} `;
+  const named = best.slice(0, NAMED).flatMap(({ said, value }, n) => [n ? ', ' : '', ...quoted(said), ` ${short(value)}`]);
+  return [...what, verb, ...(best.length ? named : ['nothing']), '.'];
 }
 
 /** Describe how much one word adds to another. */
-function sayPair(side, index) {
+function sayPair(index) {
   const { at, hops } = chosen;
-  const [from, to] = at.side === 'answer' ? [{ side, index }, at] : [at, { side, index }];
-  if (to.side !== 'answer') return;
-  const words = lookedAt(from);
-  const given = answer.given(from.side, words, hops);
-  const value = lookedAt(to).reduce((sum, word) => sum + given[word], 0);
-  const quote = ({ side: where }, indices) => make('bdi', { className: 'name' }, panes[where].read(indices));
-  byId('status').replaceChildren('“', quote(from, words), '” adds ', short(value), ' to “', quote(to, lookedAt(to)), '”.');
+  const [from, to] = (sideOf(at) === 'answer' ? [index, at] : [at, index]).map(lookedAt);
+  if (sideOf(to[0]) !== 'answer') return;
+  const given = answer.given(from, hops);
+  const value = to.reduce((sum, word) => sum + given[word], 0);
+  byId('status').replaceChildren(...quoted(text.read(from)), ' adds ', short(value), ' to ', ...quoted(text.read(to)), '.');
 }
 
 /** Show the sum of relevance. */
 function sayOneSum(values, words, back) {
-  const add = (x) => x.reduce((sum, value) => sum + value, 0);
   const fixed = answer.fixed(words, chosen.hops);
   if (back || fixed === null) {
-    byId('sum').textContent = back ? `Sum over the whole answer: ${short(add(values.answer))}.` : '';
+    byId('sum').textContent = back ? `Sum over the whole answer: ${short(sumOf(values))}.` : '';
     return;
   }
-  const parts = [add(values.prompt), add(values.answer), fixed];
-  byId('sum').textContent = `Prompt ${short(parts[0])}, earlier words of the answer ${short(parts[1])}, constants ${short(parts[2])}: together ${short(add(parts))}.`;
+  const [prompt, earlier] = [values.subarray(0, answer.features), values.subarray(answer.features)].map(sumOf);
+  byId('sum').textContent = `The prompt adds ${short(prompt)}, earlier words of the answer ${short(earlier)}, and the model's constants, which belong to no word, ${short(fixed)}. Together they are the score, ${short(prompt + earlier + fixed)}.`;
 }
 
 /** Show all numbers of the choice. */
-function showNumbers(values) {
+function showNumbers(values, back) {
   const holder = byId('numbers-table');
   if (!byId('numbers').open) {
     holder.replaceChildren();
@@ -216,10 +254,9 @@ function showNumbers(values) {
   const table = make('table');
   const head = ['Text', 'Number', 'Word', 'Relevance'].map((name) => make('th', { scope: 'col' }, name));
   table.createTHead().append(make('tr', {}, ...head));
-  const rows = ['prompt', 'answer'].flatMap((side) =>
-    values[side] ? Array.from(values[side], (value, i) => [side, { number: i }, panes[side].labels[i], value]) : [],
-  );
-  fillRows(table.createTBody(), rows);
+  const first = (index) => (sideOf(index) === 'prompt' ? 0 : answer.features);
+  const rows = Array.from(values, (value, i) => [sideOf(i), { number: i - first(i) }, text.labels[i], value]);
+  fillRows(table.createTBody(), back ? rows.slice(answer.features) : rows);
   holder.replaceChildren(table);
 }
 
@@ -232,13 +269,13 @@ function sayHops() {
 function showExample() {
   const example = FACTS.examples[chosen.example];
   answer = new Answer(example);
-  for (const side of ['prompt', 'answer']) panes[side] = new Pane(byId(side), example[side], side, act);
-  byId('stretch').hidden = !panes.answer.hasSentences;
-  byId('shades').hidden = !panes.prompt.hasSentences && !panes.answer.hasSentences;
+  text = new Text(byId('text'), example);
+  byId('stretch').hidden = byId('shades').hidden = !text.hasSentences;
   const most = example.blocks.length - 1;
-  const long = example.prompt.labels.length + example.answer.labels.length > LONG;
+  const long = answer.length > LONG;
   const shades = long && !byId('shades').hidden ? 'sentences' : 'words';
   document.querySelector(`#shades [value=${shades}]`).checked = true;
+  byId('text').classList.toggle('long', long);
   Object.assign(chosen, { at: null, kept: false, hops: most, shades });
   Object.assign(byId('hops'), { max: most, value: most });
   byId('following').hidden = most === 0;
@@ -270,7 +307,8 @@ function begin() {
     show();
   });
   byId('numbers').addEventListener('toggle', show);
-  for (const side of ['prompt', 'answer']) Pane.listen(byId(side), () => panes[side]);
+  Pane.listen(byId('text'), () => text);
+  new ResizeObserver(() => text.draw()).observe(byId('text'));
   document.addEventListener('keydown', (event) => {
     if (event.key === 'Escape') letGo();
   });

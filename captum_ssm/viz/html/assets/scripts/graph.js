@@ -26,13 +26,6 @@ const MOST_SPREAD = 2.2;
 const LINES = 60;
 const PARTS = 8;
 
-function draw(tag, attributes, ...children) {
-  const element = document.createElementNS('http://www.w3.org/2000/svg', tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
-
 const cutLabel = (text) => {
   const letters = Array.from(text);
   return letters.length > LABEL ? `${letters.slice(0, LABEL - 1).join('')}…` : text;
