@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from browser.made import PROMPT, number, of_recall
+from captum.attr import IntegratedGradients
 from helpers.browser import Page
 from helpers.pages import read_page
 
@@ -23,11 +24,15 @@ def shown_numbers(page: Page) -> dict[str, float]:
     found = {}
     for row in page.texts("#strongest tr", "innerText"):
         *name, value = row.split("\t")
-        found[" ".join(part for part in name if part)] = number(value)
+        found[" ".join(" ".join(name).split())] = number(value)
     return found
 
 
 PAGE = "readme"
+STARTED = (
+    r"Start (\S+): constants of the model and the method, which belong to no token "
+    r"\(references (\S+), biases (\S+)\)\. Tokens add (\S+)\. End: logit (\S+)\."
+)
 MODEL, VOCABULARY = load_bundled()
 IDS = torch.tensor([VOCABULARY.encode(PROMPT)])
 
@@ -50,15 +55,51 @@ def test_the_first_screen_tells_the_story(wide: Page, example: dict[str, Any]) -
     assert 0 < strongest["top"] < strongest["bottom"] < 800
     flow = np.array(example["methods"][0]["values"])
     check(wide, flow, f"Relevance for {example['explained']}")
-    sums = r"tokens (\S+) \+ references (\S+) \+ biases (\S+) = logit (\S+)"
-    said = re.fullmatch(sums, wide.text("#sum"))
+    said = re.fullmatch(STARTED, wide.text("#sum"))
     assert said is not None
-    tokens, references, biases, logit = map(number, said.groups())
-    assert tokens + references + biases == pytest.approx(logit, abs=0.15)
+    start, references, biases, tokens, logit = map(number, said.groups())
+    assert tokens + start == pytest.approx(logit, abs=0.15)
+    assert references + biases == pytest.approx(start, abs=0.15)
     assert logit == pytest.approx(example["predictions"][example["asked"]]["logit"], abs=0.06)
     assert tokens == pytest.approx(float(flow.sum()), abs=0.06)
     listed = shown_numbers(wide)
     assert sum(listed.values()) - listed["= logit"] == pytest.approx(listed["= logit"], rel=0.01)
+
+
+def test_the_list_leads_from_the_start_to_the_output(opened: Page) -> None:
+    """Each bar begins where the one above ends, for two predictions that keys choose."""
+    for keys in (["Tab", "Tab"], ["ArrowRight"]):
+        opened.keys(*keys)
+        values = list(shown_numbers(opened).values())
+        ends = np.cumsum(values[:-1])
+        assert ends[-1] == pytest.approx(values[-1], abs=0.005 * max(map(abs, values)))
+        sides = "(b => [b.left, b.right])(e.getBoundingClientRect())"
+        bars = np.array(opened.each("#strongest .bar", sides))
+        unit = (bars[-1, 0] - bars[0, 0]) / (ends[-1] - ends[0])  # between both ticks
+        assert len(bars) == len(values) and abs(unit) > 1
+        for (left, right), end, value in zip(bars[1:-1], ends[1:], values[1:-1], strict=True):
+            exact = sorted(bars[0, 0] + unit * (x - ends[0]) for x in (end - value, end))
+            np.testing.assert_allclose([left, right], exact, atol=1.5)
+
+
+def test_a_sum_that_starts_at_the_baseline_or_is_unknown(page: Page, tmp_path: Path) -> None:
+    path = tmp_path / "integrated.html"
+    name = "Integrated Gradients"
+    given: dict[str, Any] = {"options": {name: {"n_steps": 300}}, "matrices": False}
+    of_recall(path, methods=[IntegratedGradients, ImplicitAttentionRollout], **given)
+    (example,) = read_page(path).facts["examples"]
+    told, logit = example["methods"][0]["sum"], example["predictions"][0]["logit"]
+    assert told["adds_up"]
+    page.goto(path)
+    said = re.match(
+        r"Start (\S+): the output for the baseline\. Tokens add (\S+)\. ", page.text("#sum")
+    )
+    assert said is not None
+    assert number(said[1]) == pytest.approx(logit - told["wanted"], abs=0.06)
+    assert number(said[2]) == pytest.approx(told["total"], abs=0.06)
+    assert shown_numbers(page)["Start (baseline)"] == pytest.approx(number(said[1]), abs=0.06)
+    page.click("#methods label:last-of-type")
+    assert page.text("#sum").startswith("Relevance sums to") and page.count(".tick") == 0
 
 
 def test_a_click_on_a_chip_explains_that_prediction(opened: Page, example: dict[str, Any]) -> None:

@@ -95,29 +95,54 @@ function constantsOf({ bias, references }) {
   return references ? [['references', references], ['biases', bias - references]] : [['biases', bias]];
 }
 
-/** Write the sum of relevance as an equation. */
-function equation(view, shades, what) {
-  if (view.whole) {
-    const [part, all] = alike([sumOf(shades), sumOf(view.whole.values)]);
-    return `${view.name} ${part}, of ${all} in total`;
-  }
-  const tokens = sumOf(shades);
-  if (view.output === undefined) return `Relevance sums to ${alike([tokens])[0]}.`;
-  const parts = [['tokens', tokens], ...constantsOf(view)];
-  const rest = view.output - view.bias - tokens;
-  // such as tokens that the model puts in front of the text
-  if (Math.abs(rest) > 5e-3 * largestOf([tokens, view.bias, view.output])) parts.push(['other inputs', rest]);
-  const numbers = alike([...parts.map(([, value]) => value), view.output]);
-  return `${parts.map(([name], i) => `${name} ${numbers[i]}`).join(' + ')} = ${what} ${numbers[parts.length]}`;
+/** Return the start and the end of a sum of relevance, with its other parts; null if unknown. */
+function lineOf(view, shades, logit) {
+  const { whole, output, sum, bias } = view;
+  const flow = output !== undefined;
+  if (whole || (!flow && !(sum?.adds_up && view.contrast === null && Number.isFinite(logit)))) return null;
+  const end = flow ? output : logit;
+  const start = flow ? bias : logit - sum.wanted;
+  const from = !flow && sum.of.endsWith('baseline') ? 'baseline' : 'constants';
+  const rest = end - start - sumOf(shades);
+  // of flows, it is from tokens that the model puts in front of the text
+  const seen = Math.abs(rest) > 5e-3 * largestOf([end, start, end - start - rest]);
+  return { start, end, from, rest: seen ? [[flow ? 'Other inputs' : 'Not explained', rest]] : [] };
 }
 
-/** Show the strongest tokens as bars, and the total. */
-function showStrongest(section, example, view, shades, what, astray) {
+/** Say in words how relevance leads to the output. */
+function toldSum(view, shades, what, line) {
+  const tokens = sumOf(shades);
+  if (view.whole) {
+    const [part, all] = alike([tokens, sumOf(view.whole.values)]);
+    return `${view.name} ${part}, of ${all} in total`;
+  }
+  if (!line) return `Relevance sums to ${alike([tokens])[0]}.`;
+  const parts = view.references ? constantsOf(view) : [];
+  const values = [line.start, tokens, line.end, ...line.rest.map(([, value]) => value), ...parts.map(([, value]) => value)];
+  const [start, added, end, ...others] = alike(values);
+  const rest = line.rest.map(([name], i) => ` ${name}: ${others[i]}.`).join('');
+  const made = parts.map(([name], i) => `${name} ${others[line.rest.length + i]}`).join(', ');
+  const from = line.from === 'baseline' ? 'the output for the baseline' : 'constants of the model and the method, which belong to no token';
+  return `Start ${start}: ${from}${made && ` (${made})`}. Tokens add ${added}.${rest} End: ${what} ${end}.`;
+}
+
+/** Show the strongest tokens as bars, each from the end of the bar above if the sum is known. */
+function showStrongest(section, example, view, shades, { what, logit, astray }) {
   const { names: tokens, sums: values } = wholeWords(example, shades);
+  const line = lineOf(view, shades, logit);
   const best = strongest(values, STRONGEST);
-  const shown = best.map((index) => values[index]);
-  const ends = [Math.min(0, ...shown), Math.max(view.silent ? endOf(view) : 0, ...shown)];
-  const row = (index) => {
+  const left = values.filter((value) => value !== null).length - best.length;
+  const kind = example.shards.length ? 'word' : 'token';
+  const others = sumOf(values.filter((_, index) => !best.includes(index)));
+  const rest = [...(left > 0 ? [[left === 1 ? `One other ${kind}` : `${left} other ${kind}s`, others]] : []), ...(line?.rest ?? [])];
+  const steps = [...best.map((index) => values[index]), ...(line ? rest.map(([, value]) => value) : [])];
+  const places = [line?.start ?? 0]; // where each bar begins, and the last one ends
+  for (const step of steps) places.push(line ? places.at(-1) + step : 0);
+  const reached = line ? places : [0, view.silent ? endOf(view) : 0, ...steps];
+  const ends = [Math.min(...reached), Math.max(...reached)];
+  const scale = (...content) => make('td', { className: 'scale' }, ...content);
+  const number = (value) => make('td', { className: 'number' }, short(value));
+  const row = (index, place) => {
     const token = make('button', { type: 'button', className: 'jump' }, make('bdi', {}, tokens[index]));
     token.dataset.index = index;
     token.setAttribute('aria-label', `Show token ${index} “${tokens[index]}”`);
@@ -126,24 +151,26 @@ function showStrongest(section, example, view, shades, what, astray) {
       {},
       make('td', { className: 'number' }, String(index)),
       make('td', { className: 'word' }, token),
-      make('td', { className: 'scale' }, bar(values[index], ...ends)),
-      make('td', { className: 'number' }, short(values[index])),
+      scale(bar(values[index], ...ends, places[place])),
+      number(values[index]),
     );
   };
-  const total = (name, value) =>
-    make('tr', {}, make('th', { scope: 'row', colSpan: 3 }, name), make('td', { className: 'number' }, short(value)));
-  const others = sumOf(values.filter((_, index) => !best.includes(index)));
-  const left = values.filter((value) => value !== null).length - best.length;
-  const kind = example.shards.length ? 'word' : 'token';
-  const sums = left > 0 ? [total(left === 1 ? `One other ${kind}` : `${left} other ${kind}s`, others)] : [];
-  if (view.output !== undefined && !view.whole) {
-    sums.push(...constantsOf(view).map(([name, value]) => total(name[0].toUpperCase() + name.slice(1), value)));
-    sums.push(total(`= ${what}`, view.output));
-  }
+  const total = (name, value, ...content) => make('tr', {}, make('th', { scope: 'row', colSpan: 2 }, name), scale(...content), number(value));
+  const tick = (value) => {
+    const made = bar(ends[1] - ends[0], ...ends, value);
+    made.classList.add('tick');
+    return made;
+  };
   const table = section.querySelector('table');
+  const start = line ? [total(`Start (${line.from})`, line.start, tick(line.start))] : [];
+  const end = line ? [total(`= ${what}`, line.end, tick(line.end))] : [];
+  table.tHead.replaceChildren(...start);
   table.tBodies[0].replaceChildren(...best.map(row));
-  table.tFoot.replaceChildren(...sums);
-  byId('sum').textContent = equation(view, shades, what) + astray;
+  table.tFoot.replaceChildren(
+    ...rest.map(([name, value], i) => total(name, value, ...(line ? [bar(value, ...ends, places[best.length + i])] : []))),
+    ...end,
+  );
+  byId('sum').textContent = toldSum(view, shades, what, line) + astray;
 }
 
 /** Show the most relevant sentences of a long text. */

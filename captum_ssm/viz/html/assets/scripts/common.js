@@ -142,13 +142,13 @@ function tint(value, largest) {
   return `rgb(var(${value > 0 ? '--more' : '--less'}) / calc(var(--densest) * ${level / LEVELS}))`;
 }
 
-/** Make a bar from zero to a value, on a scale from `low` to `high`. */
-function bar(value, low, high) {
+/** Make a bar of a value that begins at `from`, on a scale from `low` to `high`. */
+function bar(value, low, high, from = 0) {
   const made = make('span', { className: 'bar' });
   if (value && high > low) {
     const place = (end) => (100 * (Math.max(low, Math.min(high, end)) - low)) / (high - low);
-    made.style.width = `${Math.abs(place(value) - place(0))}%`;
-    made.style.marginInlineStart = `${place(Math.min(value, 0))}%`;
+    made.style.width = `${Math.abs(place(from + value) - place(from))}%`;
+    made.style.marginInlineStart = `${place(from + Math.min(value, 0))}%`;
     made.style.backgroundColor = tint(Math.sign(value), 1);
   }
   return made;

@@ -257,12 +257,12 @@ function showRelevance() {
   const { answer, against } = chosen;
   const rival = against === null ? '' : ` rather than “${predictions[against].label}”`;
   const logit = predictions[answer]?.logit - (predictions[against]?.logit ?? 0);
-  const { output } = view().whole ?? view();
+  const { output = logit } = view().whole ?? view();
   const what = Math.abs(output - logit) <= 1e-3 * Math.max(1, Math.abs(logit)) ? `logit${against === null ? '' : ' difference'}` : 'explained output';
   const astray = (view().whole ?? view()).astray ? ` This method explains only “${predictions[asked].label}”.` : '';
   byId('explained').textContent = explainedBy(example(), answer, against);
   byId('strongest-title').textContent = `Most relevant for “${predictions[answer]?.label ?? 'the output'}”${rival}`;
-  showStrongest(byId('strongest'), example(), view(), shadesOf(view()), what, astray);
+  showStrongest(byId('strongest'), example(), view(), shadesOf(view()), { what, logit, astray });
   showSentences(byId('sentences'), example(), shadesOf(view()));
   showEntering();
   showOverImage();
