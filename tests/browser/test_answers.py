@@ -273,7 +273,7 @@ def test_what_enters_each_layer(opened: Page) -> None:
     assert opened.texts("#entering .rows bdi", "innerText") == ["layer 1", "layer 0"]
     assert opened.texts("#entering .columns bdi", "innerText") == PROMPT.split()
     assert opened.texts("#overview .rows bdi", "innerText") == PROMPT.split()
-    assert opened.text("#layer-name").startswith("1 of 0–1")  # where the lamp is fetched
+    assert opened.text("#layer-name").startswith("Layer 1 of 0–1")  # where the lamp is fetched
     picture = opened.box("#entering canvas")
     for layer, token in [(0, 1), (1, 3), (0, 13)]:
         x = picture["left"] + (token + 0.5) / 14 * picture["width"]

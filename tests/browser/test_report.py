@@ -100,9 +100,8 @@ def test_methods_maps_layers_and_examples_switch(wide: Page, made: Path) -> None
     assert "Not colored: the query token 16," in wide.text("#shown")
     wide.click(token(16))
     wide.choose("#map", 1)
-    wide.focus("#layer")
-    wide.keys("Home", "ArrowRight", "ArrowRight")
-    assert wide.text("#layer-name").startswith("2 of 0–2: Mamba")
+    wide.click("#thumbnails label:last-of-type")
+    assert wide.text("#layer-name").startswith("Layer 2 of 0–2: Mamba")
     matrix, _ = page.matrix(examples[0]["maps"][1]["layers"][2])
     assert bars(wide) == list(expected(matrix[16]) > 0)
     best = int(np.abs(matrix[16]).argmax())
@@ -112,6 +111,30 @@ def test_methods_maps_layers_and_examples_switch(wide: Page, made: Path) -> None
     assert wide.text(token(3)) == "v3"
     values = shaded(examples[1]["methods"][2])
     np.testing.assert_allclose(wide.opacities(".token"), expected(values), atol=0.006)
+
+
+def test_small_maps_open_each_layer(opened: Page) -> None:
+    """By a click and by keys; each small map is painted like the large one."""
+    opened.scroll_to("#thumbnails")
+    opened.wait_for("document.querySelector('#thumbnails canvas').width === 17")
+    small = opened.each("#thumbnails canvas", "e.toDataURL()")
+    large = "document.querySelector('#overview canvas').toDataURL()"
+    assert len(set(small)) == 3
+    opened.click("#thumbnails label:last-of-type")
+    assert (
+        opened.text("#layer-name").startswith("Layer 2 of 0–2")
+        and opened.evaluate(large) == small[2]
+    )
+    for layer in (1, 0):
+        opened.keys("ArrowLeft")
+        assert opened.text("#layer-name").startswith(f"Layer {layer} of 0–2")
+        assert opened.evaluate(large) == small[layer]
+    opened.focus(token(3))
+    opened.keys("PageUp")
+    assert opened.each("#thumbnails input", "e.checked") == [False, True, False]
+    opened.click("#theme")
+    opened.scroll_to("#thumbnails")
+    opened.wait_for(f"document.querySelectorAll('#thumbnails canvas')[1].toDataURL() === {large}")
 
 
 def test_pointing_at_the_picture_of_a_map(wide: Page) -> None:

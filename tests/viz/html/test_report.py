@@ -359,7 +359,6 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_deep_model_and_a_prompt_take_at_most_300_kb(path: Path) -> None:
     model = mamba_lm(num_hidden_layers=24, hidden_size=48, vocab_size=3000)
     ids = torch.randint(0, 3000, (1, 60), generator=torch.Generator().manual_seed(5))

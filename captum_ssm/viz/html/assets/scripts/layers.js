@@ -101,13 +101,30 @@ function paintEntering(chart, entering, names) {
   markSentences(canvas);
 }
 
+/** Paint the cells of a layer's map as square roots, because most are far below the largest. */
+function paintSmall(canvas, map) {
+  const shades = map.overview().map((value) => shadeOf(value, 1));
+  paintCells(canvas, shades, map.facts.side, map.facts.side, 1, 1);
+}
+
+/** Make a radio button with a small map for each layer; `chosen` is the checked one. */
+function makeThumbnails(field, layers, chosen) {
+  field.hidden = layers.length < 2;
+  const labels = layers.map(({ facts: { index, family } }, place) => {
+    const radio = make('input', { type: 'radio', name: 'layer', value: place, checked: place === chosen });
+    radio.setAttribute('aria-label', `layer ${index}`);
+    const canvas = make('canvas');
+    canvas.setAttribute('aria-hidden', 'true');
+    return make('label', { title: `layer ${index}: ${family}` }, radio, canvas, String(index));
+  });
+  field.replaceChildren(field.querySelector('legend'), ...labels);
+}
+
 /** Paint a layer's map. */
 function paintMap(chart, map, names) {
-  const { index, side, size } = map.facts;
+  const { index, size } = map.facts;
   const canvas = chart.querySelector('canvas');
-  // square roots, because most entries are far smaller than the largest
-  const shades = map.overview().map((value) => shadeOf(value, 1));
-  paintCells(canvas, shades, side, side, 1, 1);
+  paintSmall(canvas, map);
   canvas.setAttribute('aria-label', `The map of layer ${index}: ${size} by ${size} tokens`);
   nameAxes(chart, axisNames(names), axisNames(names));
 }

@@ -52,7 +52,7 @@ function act(kind, index, about = null) {
 
 function chooseLayer(index) {
   chosen.layer = index;
-  byId('layer').value = index;
+  byId('thumbnails').querySelectorAll('input')[index].checked = true;
   showLayer();
 }
 
@@ -190,8 +190,7 @@ function showLayer() {
   const map = layers[chosen.layer];
   if (!map) return;
   const { index, module, family } = map.facts;
-  byId('layer-name').textContent = `${index} of 0–${FACTS.layers - 1}: ${family}, ${module}`;
-  byId('layer').setAttribute('aria-valuetext', `layer ${index}, ${family}`);
+  byId('layer-name').textContent = `Layer ${index} of 0–${FACTS.layers - 1}: ${family}, ${module}`;
   const names = example().tokens;
   paintMap(byId('overview'), map, map.size === names.length ? names : []);
   [byId('overview-note').textContent, byId('note').textContent] = mapNotes(map, names.length);
@@ -231,6 +230,18 @@ function showEntering() {
   paintEntering(byId('entering').querySelector('.chart'), entering, names);
 }
 
+/** Paints small maps when they come into view. */
+const inView = new IntersectionObserver((changes) => {
+  if (!changes.some((change) => change.isIntersecting)) return;
+  byId('thumbnails').querySelectorAll('canvas').forEach((canvas, index) => paintSmall(canvas, layers[index]));
+  inView.disconnect();
+});
+
+function watchThumbnails() {
+  inView.disconnect();
+  inView.observe(byId('thumbnails'));
+}
+
 /** Show a newly chosen map. */
 function showMap() {
   const { maps, start } = example();
@@ -241,8 +252,8 @@ function showMap() {
   chosen.layer = Math.min(chosen.layer, Math.max(0, layers.length - 1));
   byId('controls').hidden = byId('map-picture').hidden = byId('beside').hidden = !layers.length;
   byId('layers').hidden = !entering && !layers.length && !example().lens.length;
-  byId('layer').max = Math.max(0, layers.length - 1);
-  byId('layer').value = chosen.layer;
+  makeThumbnails(byId('thumbnails'), layers, chosen.layer);
+  watchThumbnails();
   if (layers.length) showLayer();
   else {
     byId('note').textContent = '';
@@ -437,7 +448,7 @@ function begin() {
     chosen.map = Number(value);
     showMap();
   });
-  byId('layer').addEventListener('input', (event) => chooseLayer(Number(event.target.value)));
+  choose('thumbnails', (value) => chooseLayer(Number(value)));
   byId('numbers').addEventListener('toggle', showNumbers);
   for (const id of ['text', 'picture']) TokenView.listen(byId(id), () => tokens);
   for (const id of ['strongest', 'sentences']) {
@@ -470,6 +481,7 @@ function begin() {
     showMethods();
     showRelevance();
     if (layers.length) showLayer();
+    watchThumbnails();
   });
 }
 
