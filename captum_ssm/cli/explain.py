@@ -132,7 +132,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--layers", nargs="+", type=int, help="layers whose maps are shown")
     parser.add_argument(
-        "--cuts", type=int, metavar="N", help="messages to cut in a report (default: 20 with maps)"
+        "--cuts", type=int, metavar="N", help="cuts of messages in a report (default: 20 with maps)"
     )
     parser.add_argument(
         "--out",

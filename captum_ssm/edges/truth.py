@@ -143,10 +143,11 @@ class Interventions:
         each = [contrasted(output[i : i + 1], *asked)[0] for i in range(len(output))]
         return torch.cat(each).cpu().double()
 
-    def outputs(self, cuts: Sequence[Sequence[Edge]], example: int = 0) -> Iterator[Tensor]:
+    def outputs(self, cuts: Sequence[Sequence[Edge | int]], example: int = 0) -> Iterator[Tensor]:
         """Yield one example's outputs with each set of edges in ``cuts`` cut, in batches.
 
-        All batches are equally large, so the layers' tokens are mapped to the input only once.
+        A number in place of an edge cuts all messages from this token to other tokens. All batches
+        are equally large, so the layers' tokens are mapped to the input only once.
         """
         part = BatchPart(slice(example, example + 1), len(self.inputs))
         size = min(self.at_a_time, len(cuts))
@@ -165,7 +166,7 @@ class Interventions:
                 output = logits_of(call_model(self.forward_func, inputs, additional))
             yield output[: len(some)]
 
-    def _masked(self, cuts: Sequence[Sequence[Edge]], size: int) -> list[Edges]:
+    def _masked(self, cuts: Sequence[Sequence[Edge | int]], size: int) -> list[Edges]:
         """Combine the edges to cut in each copy of an example into Edges with masks (copies, L).
 
         Each edge of a copy gets its own Edges: one shared mask would also cut from its source to
@@ -174,9 +175,11 @@ class Interventions:
         found: dict[tuple[int, str], Edges] = {}
         for copy, cut in enumerate(cuts):
             for place, edge in enumerate(cut):
+                one = Edge(0, "", 0, edge, 0.0) if isinstance(edge, int) else edge
                 empty = torch.zeros(2, size, self.tokens, dtype=torch.bool)
-                edges = found.setdefault((place, edge.name), Edges(edge.name, empty[0], empty[1]))
-                for mask, token in ((edges.sources, edge.source), (edges.targets, edge.target)):
-                    assert isinstance(mask, Tensor)
-                    mask[copy, token] = True
+                made = Edges(one.name or None, empty[0], empty[1] if one.name else "other")
+                edges = found.setdefault((place, one.name), made)
+                for mask, token in ((edges.sources, one.source), (edges.targets, one.target)):
+                    if isinstance(mask, Tensor):
+                        mask[copy, token] = True
         return list(found.values())

@@ -103,7 +103,7 @@ PAGES = {
         *(Use(TOKENS, key, FOCUS) for key in TO_AND_FRO),
         Use(TOKENS, "Enter", KEPT),
         Use(TOKENS, "Escape", KEPT),
-        Use(TOKENS, "PageUp", text("#layer-name")),
+        Use(TOKENS, "PageDown", text("#layer-name")),
         Use("#map", "ArrowDown", DRAWN),
         Use("#closer", "Enter", f"{text('#zoomed')} + {DRAWN}"),
         Use("#wider", "Enter", f"{text('#zoomed')} + {DRAWN}"),

@@ -17,12 +17,20 @@ from captum_ssm.models import load_bundled
 
 PAGE = "readme"
 LAMP, KITE = (1, 3, 13), (1, 8, 13)
+FROM_LAMP, FROM_KITE = ("all", 3), ("all", 8)
+
+
+def called(edge: Sequence[Any]) -> str:
+    """The code of an edge, or of all messages from a token."""
+    whole, source = edge[0] == "all", edge[1]
+    return f"Edges(sources={source}, targets='other')" if whole else f"Edges{tuple(edge)}"
 
 
 def run_without(*edges: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """Logits and probabilities of the next word in a fresh run, and the vocabulary."""
     model, vocabulary = load_bundled()
-    with torch.no_grad(), knock_out(model, *(Edges(*edge) for edge in edges)):
+    cut = [eval(called(edge), {"Edges": Edges}) for edge in edges]
+    with torch.no_grad(), knock_out(model, *cut):
         logits = model(torch.tensor([vocabulary.encode(PROMPT)])).logits[0, -1].double()
     return logits, logits.softmax(-1), vocabulary
 
@@ -47,7 +55,7 @@ def check(page: Page, *edges: Sequence[int]) -> None:
     assert ("Without" in said) == bool(edges) and words[0] in said
     asked = ",".join(".".join(map(str, edge)) for edge in edges)
     assert page.evaluate("location.hash") == (f"#cut={asked}" if edges else "")
-    calls = ", ".join(f"Edges{tuple(edge)}" for edge in edges)
+    calls = ", ".join(map(called, edges))
     code = page.texts("#cuts code", "innerText")
     assert code == ([f"knock_out(model, {calls})"] if edges else [])
     assert page.count(".arc.cut") == page.count("#cuts td [aria-pressed='true']") == len(edges)
@@ -128,6 +136,28 @@ def test_keys_alone(opened: Page) -> None:
     check(opened, KITE, LAMP)
     opened.keys("Escape")
     check(opened)
+
+
+def test_all_messages_of_a_token(opened: Page) -> None:
+    """By its dot below the word, or before it in a column, and by keys alone, also with a message."""
+    dots = "e.ariaLabel.startsWith('Cut all messages')"
+    assert sum(opened.each("#cuts .arc", dots)) == 5
+    place = opened.each(
+        "#cuts .arc", f"{dots} && e.ariaLabel.includes('“lamp” (token 3) to other')"
+    )
+    head = f"#cuts .arc:nth-of-type({place.index(True) + 2}) .head"
+    opened.scroll_to("#cuts .stage")
+    box, word = opened.box(head), opened.box("#cuts .word:nth-of-type(4)")
+    assert opened.text("#cuts .word:nth-of-type(4)") == "lamp"
+    assert 8 < box["width"] < 26 and (box["top"] > word["bottom"] or box["right"] < word["left"])
+    opened.click_at(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    check(opened, FROM_LAMP)
+    assert "lamp → all others" in opened.text("#cuts .say")
+    opened.keys("Escape", "Home", "Enter")
+    check(opened, LAMP)
+    opened.keys("End", "ArrowLeft", "ArrowLeft", "ArrowLeft", "Enter")
+    check(opened, LAMP, FROM_KITE)
+    assert opened.texts("#cuts tr:has([aria-pressed='true']) td:nth-child(3)") == ["1", "all"]
 
 
 def test_the_table_and_what_was_not_run(opened: Page, made: Path) -> None:

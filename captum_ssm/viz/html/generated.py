@@ -154,18 +154,17 @@ def answers_page(
     for number, result in enumerate(found):
         name = f"Example {number + 1}" if names is None else names[number]
         hops = _hops(result)
-        if identity:
-            hops = [(_without_asking(rows), constants) for rows, constants in hops]
         ids = [f"rows-{number}-{hop}" for hop in range(len(hops))]
         for block, (rows, _) in zip(ids, hops, strict=True):
-            blocks[block] = packed(rows.detach().cpu().double())
+            kept = _without_asking(rows) if identity else rows
+            blocks[block] = packed(kept.detach().cpu().double())
         examples.append(
             {
                 "name": name,
                 "prompt": _text(result.input_tokens, result.input_pieces),
                 "answer": _text(result.output_tokens, result.output_pieces),
                 "blocks": ids,
-                "constants": None if hops[0][1] is None else [_short(c) for _, c in hops],
+                "constants": [[*map(short, c.tolist())] for _, c in hops if c is not None] or None,
             }
         )
     facts = {"about": about, "examples": examples}
@@ -205,11 +204,6 @@ def _without_asking(rows: Tensor) -> Tensor:
     for asking in (place, (place - 1).clamp_min(0)):
         kept[torch.arange(words), asking] = 0.0
     return kept
-
-
-def _short(constants: Tensor | None) -> list[float]:
-    assert constants is not None
-    return list(map(short, constants.tolist()))
 
 
 def _text(names: Sequence[str], pieces: Pieces | None) -> dict[str, Any]:

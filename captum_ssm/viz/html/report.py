@@ -109,9 +109,9 @@ def report(
         megabytes: the largest size of maps, layers' inputs and other predictions in the file. If
             not all entries of maps fit, the strongest of each row are kept, with a note.
             Default: 12.
-        cuts: number of messages between tokens to cut, one by one and the strongest in pairs, by
-            effect in :class:`~captum_ssm.EdgeEffects`; at most 60, and 0 for none. Default: None,
-            20 with maps, and none without.
+        cuts: number of cuts of messages between tokens, by effect in
+            :class:`~captum_ssm.EdgeEffects`; a quarter of them cut all messages from a token. At
+            most 60, and 0 for none. Default: None, 20 with maps, and none without.
         graph: number of activations to follow from the words to the output, each by a backward
             pass, in texts of at most 2000 tokens; 0 for no graph. Default: None, 24 with maps, and
             none without.

@@ -2,7 +2,8 @@
 
 A page without a server can only show stored runs. These are single cuts, the strongest message with
 each other one, and pairs of the strongest few. If the answer is almost certain, its probability
-often changes only after the strongest message is cut.
+often changes only after the strongest message is cut. A quarter of the cuts remove all messages
+from one token to others, for the tokens whose listed messages have the largest effects.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ...attr.call.targets import target_index
-from ...edges import EdgeEffects
+from ...edges import EdgeEffects, Edges
 from ...edges.effects import Edge
 from ...edges.truth import Interventions
 from ...errors import CaptumSSMError
@@ -28,14 +29,18 @@ from .page import short
 _PAIRED = 8
 #: The number of likeliest classes that are stored for each run.
 _NAMED = 5
+#: Of this number of cuts, one cuts all messages from a token.
+_WHOLE = 4
 #: The largest numbers of copies, of tokens, and of output entries in one batch.
 _COPIES, _TOKENS, _ENTRIES = 16, 256, 2**26
+#: The keys of a row; the layer and the target are None for all messages from a token.
+_ROW = ("layer", "source", "target", "effect", "first_order", "call")
 #: The indices of the edges that are cut.
 State = tuple[int, ...]
 
 
 def cuts_of(subject: Subject, example: ShownExample, known: Outline, count: int) -> dict[str, Any]:
-    """Return the messages of the largest effects, and the model's outputs without them.
+    """Return the messages and senders of the largest effects, and the outputs without them.
 
     A state has the output without some messages: the explained number, its probability, and the
     likeliest answers' label indices and probabilities. A state's name lists the indices of the cut
@@ -54,9 +59,17 @@ def _cut(subject: Subject, example: ShownExample, known: Outline, count: int) ->
     given = example.inputs, known.target, example.additional
     effects = EdgeEffects(subject.forward_func, subject.module, subject.layers).attribute(*given)
     real = {token: place for place, token in enumerate(known.real)}
-    found = [x for x in effects.top(count)[0] if x.source in real and x.target in real]
-    if not found:
+    edges = [x for x in effects.top(count)[0] if x.source in real and x.target in real]
+    if not edges:
         return {}
+    sent: dict[int, float] = {}
+    alike = len({layer.linear.operator.shape.tokens for layer in effects.layers}) == 1
+    for x in edges:
+        if alike and x.source != x.target:
+            sent[x.source] = sent.get(x.source, 0.0) + abs(x.effect)
+    senders = sorted(sent, key=lambda token: -sent[token])[: count // _WHOLE]
+    del edges[count - len(senders) :]
+    found: list[Edge | int] = [*edges, *senders]
     run = Interventions(
         *(subject.forward_func, subject.module, example.inputs, example.additional, known.target),
         at_a_time=max(1, min(_COPIES, _TOKENS // effects.tokens)),
@@ -67,24 +80,23 @@ def _cut(subject: Subject, example: ShownExample, known: Outline, count: int) ->
     run.at_a_time = max(1, min(run.at_a_time, _ENTRIES // runs.entries))
     singles = list(runs.of(found, [(n,) for n in range(len(found))]).values())
     whole = states[""][0]
-    order = sorted(range(len(found)), key=lambda n: -abs(whole - singles[n][0]))
+    order = sorted(range(len(found)), key=lambda n: (n >= len(edges), -abs(whole - singles[n][0])))
     found = [found[n] for n in order]
     states |= {str(n): singles[old] for n, old in enumerate(order)}
-    pairs = list(combinations(range(min(_PAIRED, len(found))), 2))
-    pairs += [(0, n) for n in range(_PAIRED, len(found))]
+    paired = min(_PAIRED, len(edges))
+    pairs = [*combinations(range(paired), 2), *((0, n) for n in range(paired, len(found)))]
     states |= runs.of(found, pairs)
     mixers = [mixer.name for mixer in find_mixers(subject.module)]
-    rows = [
-        {
-            "layer": edge.layer,
-            "source": real[edge.source],
-            "target": real[edge.target],
-            "effect": short(edge.effect),
-            "first_order": edge.first_order,
-            "call": _call(edge, mixers),
-        }
-        for edge in found
-    ]
+    told: list[tuple[Any, ...]] = []
+    for cut in found:
+        if isinstance(cut, int):
+            effect = float(effects.of(Edges(sources=cut, targets="other"))[0])
+            call, rough = f"Edges(sources={cut}, targets='other')", bool(effects.first_order)
+            told.append((None, real[cut], None, short(effect), rough, call))
+        else:
+            ends = cut.layer, real[cut.source], real[cut.target]
+            told.append((*ends, short(cut.effect), cut.first_order, _call(cut, mixers)))
+    rows = [dict(zip(_ROW, row, strict=True)) for row in told]
     return {"rows": rows, "states": states, "labels": runs.labels, "classes": runs.classes}
 
 
@@ -98,7 +110,7 @@ class _CutRuns:
         self._places: dict[int, int] = {}
         self.classes, self.entries = 0, 1
 
-    def of(self, edges: Sequence[Edge], states: Sequence[State]) -> dict[str, list[float]]:
+    def of(self, edges: Sequence[Edge | int], states: Sequence[State]) -> dict[str, list[float]]:
         """Run the model for each set of cut edges; return the stored scores by state name."""
         cuts = [[edges[n] for n in state] for state in states]
         outputs = self.run.outputs(cuts) if cuts else ()

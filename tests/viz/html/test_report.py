@@ -275,11 +275,15 @@ def check_states(cuts: dict, run: Callable[[], torch.Tensor], model: Any, asked:
 
 
 def check_order(cuts: dict) -> None:
-    """The strongest message is paired with all, and the strongest eight with each other."""
+    """Messages first; the strongest is paired with all cuts, the strongest eight with each other."""
     states, count = cuts["states"], len(cuts["rows"])
     losses = [abs(states[""][0] - states[str(n)][0]) for n in range(count)]
-    assert losses == sorted(losses, reverse=True)
-    pairs = [f"{i}-{j}" for i in range(count) for j in range(i + 1, count) if i == 0 or j < 8]
+    whole = [row["target"] is None for row in cuts["rows"]]
+    assert sum(whole) == count // 4 and whole == sorted(whole)
+    for part in (losses[: -sum(whole)], losses[-sum(whole) :]):
+        assert part == sorted(part, reverse=True)
+    most = min(8, count - sum(whole))
+    pairs = [f"{i}-{j}" for i in range(count) for j in range(i + 1, count) if i == 0 or j < most]
     assert set(states) == {"", *map(str, range(count)), *pairs}
 
 
@@ -292,9 +296,19 @@ def test_messages_are_cut_alone_and_in_pairs(path: Path) -> None:
     report(model, ids, [MambaAttribution], additional_forward_args=(*empty, mask), **given)
     for b, example in enumerate(read_page(path).facts["examples"]):
         cuts, alone = example["cuts"], ids[b : b + 1, mask[b].bool()]
-        expected = EdgeEffects(model).attribute(alone, (-1, 4)).top(10)[0]
+        effects = EdgeEffects(model).attribute(alone, (-1, 4))
+        expected = effects.top(8)[0]
         rows = {(row["layer"], row["source"], row["target"]): row for row in cuts["rows"]}
-        assert cuts["obstacle"] is None and len(rows) == len(cuts["rows"])
+        senders = [rows.pop((None, row["source"], None)) for row in cuts["rows"][8:]]
+        for row in senders:
+            exact = float(effects.of(Edges(sources=row["source"], targets="other"))[0])
+            assert row["effect"] == pytest.approx(exact, rel=1e-3)
+        sent: dict[int, float] = {}
+        for e in effects.top(10)[0]:
+            sent[e.source] = sent.get(e.source, 0) + abs(e.effect) * (e.source != e.target)
+        best = sorted(sent, key=lambda source: -sent[source])[:2]
+        assert {row["source"] for row in senders} == set(best)
+        assert cuts["obstacle"] is None and len(rows) == len(cuts["rows"]) - 2
         assert set(rows) == {(e.layer, e.source, e.target) for e in expected}
         for edge in expected:
             row = rows[edge.layer, edge.source, edge.target]
@@ -335,7 +349,9 @@ def test_cuts_of_images_and_of_layers_of_first_order(
     asked = int(logits_of(case.model(case.inputs[:1])).argmax())
     effects = EdgeEffects(case.model).attribute(case.inputs[:1], asked)
     cuts = example["cuts"]
-    rough = [effects.names[row["layer"]] in effects.first_order for row in cuts["rows"]]
+    assert [row["layer"] is None for row in cuts["rows"]] == [False] * 4 + [True]
+    rough = [effects.names[row["layer"]] in effects.first_order for row in cuts["rows"][:4]]
+    rough += [bool(effects.first_order)]
     assert [row["first_order"] for row in cuts["rows"]] == rough
     check_states(cuts, lambda: logits_of(case.model(case.inputs[:1]))[0], case.model, asked)
 

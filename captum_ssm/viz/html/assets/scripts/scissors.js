@@ -54,6 +54,9 @@ class Scissors {
     for (const name of this.section.querySelectorAll('.answered')) name.textContent = cutLabel(this.answer);
     const pictured = example.image === null;
     for (const name of ['.stage', '.key', '.copy']) this.section.querySelector(name).hidden = !pictured;
+    const sends = rows.some(({ target }) => target === null);
+    this.section.querySelector('.senders').hidden = !sends;
+    this.section.querySelector('.card').classList.toggle('sends', sends);
     this.section.querySelector('details').open = !pictured;
     byId('cuts-rough').hidden = !rows.some((row) => row.first_order);
     this.bars.replaceChildren();
@@ -67,10 +70,16 @@ class Scissors {
     this.layOut();
   }
 
-  /** Cut what an address names, as `layer.source.target` between commas. */
+  /** Name a row in an address, as `layer.source.target` or, for all messages from a token, `all.source`. */
+  key(index) {
+    const { layer, source, target } = this.rows[index];
+    return (target === null ? ['all', source] : [layer, source, target]).join('.');
+  }
+
+  /** Cut what an address names, between commas. */
   read(named) {
     if (!this.rows.length) return;
-    const keys = this.rows.map((row) => [row.layer, row.source, row.target].join('.'));
+    const keys = this.rows.map((_, index) => this.key(index));
     const found = named === null ? [] : named.split(',').map((key) => keys.indexOf(key));
     const known = this.state(found) !== undefined;
     this.cuts = known ? found : [];
@@ -92,8 +101,8 @@ class Scissors {
   /** Return the reason why a message cannot be cut now, or null. */
   obstacle(index) {
     if (this.cuts.includes(index) || this.state([...this.cuts, index])) return null;
-    if (this.cuts.length > 1) return ['At most two messages can be cut together. Restore one first.'];
-    return ['There is no run without both this message and ', ...this.named(this.cuts[0]), '. Restore that one first.'];
+    if (this.cuts.length > 1) return ['At most two cuts can be combined. Restore one first.'];
+    return ['There is no run without both this and ', ...this.named(this.cuts[0]), '. Restore that one first.'];
   }
 
   /** Return nodes for a token, with its position if the text repeats it. */
@@ -105,6 +114,7 @@ class Scissors {
   /** Return nodes for a message. */
   named(index) {
     const { source, target } = this.rows[index];
+    if (target === null) return [...this.word(source), ' → all others'];
     if (source === target) return [...this.word(source), ' to itself'];
     return [...this.word(source), ' → ', ...this.word(target)];
   }
@@ -112,6 +122,7 @@ class Scissors {
   /** Describe a message. */
   said(index) {
     const { layer, source, target } = this.rows[index];
+    if (target === null) return `all messages from “${this.tokens[source]}” (token ${source}) to other tokens`;
     const to = source === target ? 'itself' : `“${this.tokens[target]}” (token ${target})`;
     return `the message from “${this.tokens[source]}” (token ${source}) to ${to}, layer ${layer}`;
   }
@@ -129,8 +140,7 @@ class Scissors {
 
   set(cuts) {
     this.cuts = cuts;
-    const keys = cuts.map((index) => [this.rows[index].layer, this.rows[index].source, this.rows[index].target]);
-    this.remember(keys.map((key) => key.join('.')).join(','));
+    this.remember(cuts.map((index) => this.key(index)).join(','));
     this.tell();
     this.point(this.pointed);
   }
@@ -244,7 +254,8 @@ class Scissors {
     const { stage, prompt, rows } = this;
     if (!rows?.length || stage.hidden || stage.clientWidth === this.width) return;
     const card = stage.parentElement;
-    const layers = [...new Set(rows.map((row) => row.layer))].sort((a, b) => a - b);
+    const sent = (row) => row.target === null; // a dot, and no arc
+    const layers = [...new Set(rows.filter((row) => !sent(row)).map((row) => row.layer))].sort((a, b) => a - b);
     card.classList.remove('tall');
     prompt.style.fontSize = prompt.style.marginInlineStart = '';
     stage.style.setProperty('--sky', `${Math.min(440, Math.max(230, 40 * layers.length))}px`);
@@ -259,14 +270,14 @@ class Scissors {
     card.classList.toggle('tall', column);
     this.column = column;
     const sizes = rows.map((_, index) => Math.abs(this.change(index, [])));
-    const sum = sizes.reduce((one, other) => one + other);
+    const sum = sumOf(sizes.filter((_, index) => !sent(rows[index])));
     this.largest = Math.max(...sizes);
     this.thickest = Math.min(column ? ARCS.column : ARCS.line, Math.max(4, (ARCS.together * this.largest) / sum));
     const thick = (index) => Math.max(ARCS.thinnest, (this.thickest * sizes[index]) / this.largest);
     const least = this.words.size > 20 ? 22 : 25;
     const heights = new Map();
     for (const [token, word] of this.words) {
-      const need = rows.map(({ source, target }, index) => ((source === token) + (target === token)) * (Math.max(5, thick(index)) + 2));
+      const need = rows.map(({ source, target }, index) => (target === null ? 0 : 1) * ((source === token) + (target === token)) * (Math.max(5, thick(index)) + 2));
       heights.set(token, Math.max(least, Math.min(78, need.reduce((sum, x) => sum + x, 0))));
       word.style.lineHeight = column ? `${heights.get(token)}px` : '';
     }
@@ -294,10 +305,11 @@ class Scissors {
     const length = ({ source, target }) => Math.abs(middle(target) - middle(source));
     rows.forEach((row, index) => {
       const arc = this.arcs[index];
+      arc.width = thick(index);
+      if (sent(row)) return;
       const { low, size } = bands[layers.indexOf(row.layer)];
       const far = Math.max(...rows.filter(({ layer }) => layer === row.layer).map(length));
       const free = Math.min(low ? 18 : 26, size / 2);
-      arc.width = thick(index);
       arc.height = low + free + Math.max(0, size - free - arc.width / 2 - 6) * Math.sqrt(length(row) / Math.max(1, far));
       if (row.source === row.target) arc.height = 17;
     });
@@ -305,6 +317,7 @@ class Scissors {
     for (const [token] of this.words) {
       const ends = [];
       rows.forEach(({ source, target }, index) => {
+        if (target === null) return;
         const { height } = this.arcs[index];
         const later = middle(target) >= middle(source) ? 1 : -1;
         if (source === target) {
@@ -325,6 +338,10 @@ class Scissors {
     }
     this.arcs.forEach((arc, index) => {
       const { from, to, height, ink, halo, badge, width } = arc;
+      if (sent(rows[index])) {
+        this.placeDot(arc, places.get(rows[index].source), box);
+        return;
+      }
       const self = rows[index].source === rows[index].target;
       const [top, aside] = self ? [height * 1.5, 7] : [(height * 4) / 3, 0];
       const path = `M${at(from, 1)}C${at(from - aside, top)} ${at(to + aside, top)} ${at(to, arrowOf(width) * 1.5)}`;
@@ -342,6 +359,18 @@ class Scissors {
     this.nudge.style.left = `${Math.max(66, Math.min(box.width - 66, x))}px`;
     this.nudge.style.top = `${y}px`;
     this.weigh();
+  }
+
+  /** Place the dot of all messages from a token: below the word, or before it in a column. */
+  placeDot(arc, word, box) {
+    const [x, y] = this.column ? [11, (word.top + word.bottom) / 2 - box.top] : [(word.left + word.right) / 2 - box.left, word.bottom - box.top + 17];
+    const edge = this.column ? `M${word.left - box.left - 3} ${y}H${x}` : `M${x} ${word.bottom - box.top + 1}V${y}`;
+    for (const each of [arc.halo, arc.ink]) each.setAttribute('d', edge);
+    arc.tip = (half) => `M${x - half} ${y}a${half} ${half} 0 1 0 ${2 * half} 0a${half} ${half} 0 1 0 ${-2 * half} 0Z`;
+    arc.peak = { x, y };
+    arc.points = [arc.peak];
+    arc.dot = true;
+    arc.badge.setAttribute('transform', `translate(${x} ${y})`);
   }
 
   /** Paint lines between layers, and layer numbers if there is room. */
@@ -368,7 +397,7 @@ class Scissors {
       arc.all.classList.toggle('against', change > 0);
       if (arc.width === undefined) return;
       arc.width = open ? Math.max(ARCS.thinnest, thickest * Math.min(1, Math.abs(change) / largest)) : ARCS.thinnest;
-      arc.ink.style.strokeWidth = `${arc.width}px`;
+      arc.ink.style.strokeWidth = `${arc.dot ? ARCS.thinnest : arc.width}px`;
       arc.halo.style.strokeWidth = `${arc.width + 10}px`;
       arc.head.setAttribute('d', arc.tip(arrowOf(arc.width)));
     });
@@ -388,7 +417,7 @@ class Scissors {
     const alone = short(this.change(index, []));
     const estimated = `${rough ? '≈ ' : ''}${short(-effect)}`;
     const parts = [
-      [make('b', {}, ...this.named(index)), `, layer ${layer}`],
+      [make('b', {}, ...this.named(index)), layer === null ? ', all layers' : `, layer ${layer}`],
       further ? ['cutting it too changes the score of ', make('bdi', {}, this.answer), ' by ', make('b', {}, short(this.change(index)))]
         : ['cutting it changes the score of ', make('bdi', {}, this.answer), ' by ', make('b', {}, alone)],
       [`${further ? `cut alone ${alone}, ` : ''}estimate ${estimated}`],
@@ -451,7 +480,7 @@ class Scissors {
     }
     if (!this.cuts.length) {
       const other = likeliest ? ['The explained prediction is ', own(), `, at ${percent(before)}. `] : [];
-      return ['The model predicts ', says(likeliest), ` at ${percent(surest)}. `, ...other, 'Cutting ', make('b', {}, ...this.named(0)), ` changes the score of `, own(), ` most: by ${short(this.change(0))}.`];
+      return ['The model predicts ', says(likeliest), ` at ${percent(surest)}. `, ...other, 'The strongest message is ', make('b', {}, ...this.named(0)), '. Cutting it changes the score of ', own(), ` by ${short(this.change(0))}.`];
     }
     const moved = [own(), ` goes from ${percent(before)} to ${percent(asked)}.`];
     if (likeliest || first) return [...without, ' the model predicts ', says(first), ` at ${percent(chance)}. `, ...moved];
@@ -461,7 +490,7 @@ class Scissors {
 
   /** Name the strongest remaining message, if all pairs with the cut one were run. */
   next() {
-    const others = this.rows.map((_, index) => index).filter((index) => index !== this.cuts[0]);
+    const others = [...this.rows.keys()].filter((index) => index !== this.cuts[0] && this.rows[index].target !== null);
     if (this.cuts.length > 1 || !others.length || others.some((index) => this.obstacle(index))) return [];
     const size = (index) => Math.abs(this.change(index));
     const best = others.reduce((one, other) => (size(other) > size(one) ? other : one));
@@ -558,7 +587,7 @@ class Scissors {
       button.addEventListener('click', () => this.toggle(index));
       const [, asked, first] = this.states[index];
       const then = this.labels.length ? [number(percent(asked)), cell(make('bdi', {}, this.labels[first]))] : [];
-      return make('tr', {}, cell(button), cell(...this.named(index)), number(layer), number(short(this.change(index, []))), number(`${rough ? '≈ ' : ''}${short(-effect)}`), ...then);
+      return make('tr', {}, cell(button), cell(...this.named(index)), number(layer ?? 'all'), number(short(this.change(index, []))), number(`${rough ? '≈ ' : ''}${short(-effect)}`), ...then);
     });
     const heads = ['', 'Message', 'Layer', 'Score change', 'Estimate', ...(this.labels.length ? [`${this.answer} after cut`, 'Answer after cut'] : [])];
     const head = heads.map((text, index) => make(text ? 'th' : 'td', { className: [2, 3, 4, 5].includes(index) ? 'number' : '' }, text));
