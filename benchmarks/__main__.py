@@ -16,7 +16,6 @@ length: a kernel then forms pairs of tokens, or computes with numbers too small 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -244,10 +243,13 @@ def beside(rows: Sequence[Row], column: str) -> list[Row]:
     return list(found.values())
 
 
-def draw(rows: Sequence[Row], path: str | os.PathLike[str]) -> None:
-    """Draw the calls as dots: a line for each model, a color for each call."""
-    names = list(dict.fromkeys(row["model"] for row in rows))
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw the calls as dots: a line for each model, the cheapest first; a color for each call."""
     shown = [row for row in rows if row["call"] not in ("f+b", "forward run")]
+    costs: dict[str, list[float]] = {}
+    for row in shown:
+        costs.setdefault(row["model"], []).append(row["f+b"])
+    names = sorted(costs, key=lambda name: sum(costs[name]) / len(costs[name]))
     figure, axis = new_figure(7.2, 0.34 * len(names) + 1.2)
     for number, call in enumerate(dict.fromkeys(row["call"] for row in shown)):
         of_call = [(row["f+b"], names.index(row["model"])) for row in shown if row["call"] == call]

@@ -137,8 +137,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        help="file to write: .html, .png, .json or .csv, or - to print JSON (default: report.html, "
-        "or answers.html for answers)",
+        help="file to write: .html, .png, .svg, .json, .csv, or - to print JSON "
+        "(default: report.html, or answers.html for answers)",
     )
     parser.add_argument("--title", help="heading of the report (default: the model's name)")
     add_source_to(parser)
@@ -247,9 +247,9 @@ def _files(
 ) -> list[Path]:
     """Return the files to write; pictures of texts have a second file for methods with roles."""
     from ..viz.html.parts import tells_roles
-    from ..viz.html.writing import picture_files
+    from ..viz.html.writing import PICTURES, picture_files
 
-    if options.out.suffix.lower() != ".png":
+    if options.out.suffix.lower() not in PICTURES:
         return [options.out]
     telling = [
         name
@@ -272,7 +272,7 @@ def _run_on_answers(options: argparse.Namespace) -> None:
     from ..explain.answers import FORMATS, answer_lines, write_answers
     from ..explain.methods import method_classes, under_rules
     from ..viz.html.generated import about_answers, explain_answers
-    from ..viz.html.writing import check_format, picture_files
+    from ..viz.html.writing import PICTURES, check_format, picture_files
 
     for name in _NOT_OF_ANSWERS:
         if getattr(options, name) is not None:
@@ -294,7 +294,7 @@ def _run_on_answers(options: argparse.Namespace) -> None:
     ((name, method),) = named.items()
     out = options.out or Path("answers.html")
     check_format(out, FORMATS)
-    count = len(options.text or options.file or ()) if out.suffix.lower() == ".png" else 1
+    count = len(options.text or options.file or ()) if out.suffix.lower() in PICTURES else 1
     check_new(picture_files(out, count), options)
     is_page = out.suffix.lower() == ".html"
     if options.title is not None and not is_page:

@@ -10,10 +10,10 @@ from .._files import replacing, write_whole
 from ..attr import SSMLLMAttributionResult
 from ..viz import plot_contributions
 from ..viz.html import generated
-from ..viz.html.writing import check_format, picture_files
+from ..viz.html.writing import PICTURES, check_format, picture_files
 
 #: Accepted file name endings, and the contents of each kind of file.
-FORMATS = {".html": "a page", ".json": "numbers", ".png": "a picture of each text"}
+FORMATS = {".html": "a page", ".json": "numbers"} | dict.fromkeys(PICTURES, "a picture of a text")
 #: The number of prompt spans printed for each span of the answer.
 _SHOWN = 3
 
@@ -45,7 +45,7 @@ def write_answers(
     about: str = "",
     identity: bool = False,
 ) -> list[Path]:
-    """Write all answers to one .html or .json file, or each to a .png file; return the paths."""
+    """Write all answers to one .html or .json file, or each to a picture; return the paths."""
     check_format(out, FORMATS)
     if out.suffix.lower() == ".html":
         heading = model if title is None else title

@@ -171,9 +171,10 @@ class Measured(SphinxDirective):
 def _image(figure: Figure, said: str) -> nodes.Node:
     """A picture inside the page, with its words."""
     drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=80, format="png")
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": said}):  # the same at each build
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
     plt.close(figure)
-    source = f"data:image/png;base64,{base64.b64encode(drawn.getvalue()).decode()}"
+    source = f"data:image/svg+xml;base64,{base64.b64encode(drawn.getvalue()).decode()}"
     return nodes.raw("", f'<p><img alt="{escape(said)}" src="{source}"/></p>', format="html")
 
 

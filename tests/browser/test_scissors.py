@@ -139,7 +139,7 @@ def test_keys_alone(opened: Page) -> None:
 
 
 def test_all_messages_of_a_token(opened: Page) -> None:
-    """By its dot below the word, or before it in a column, and by keys alone, also with a message."""
+    """By its dot below the word, or before it in a column; and by keys, also with a message."""
     dots = "e.ariaLabel.startsWith('Cut all messages')"
     assert sum(opened.each("#cuts .arc", dots)) == 5
     place = opened.each(

@@ -121,6 +121,9 @@ def test_pictures(tmp_path: Path, run: Run) -> None:
     first, halves, centered = (imread(tmp_path / f"{stem}.png") for stem in stems)
     assert halves.shape != centered.shape or not np.array_equal(halves, centered)
     assert first.shape[1] > 1000 and float(first.std()) > 0.02  # not an empty page
+    run(*asked[:-1], tmp_path / "drawn.svg", "--rule", "half", "centered")
+    for path in map(tmp_path.joinpath, ("drawn.svg", "drawn-roles.svg", "drawn-roles-2.svg")):
+        assert "<svg" in path.read_text()[:500] and path.stat().st_size > 5000
 
 
 @pytest.mark.slow

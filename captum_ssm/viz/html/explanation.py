@@ -44,7 +44,6 @@ from .scissors import cuts_of
 #: Methods as :func:`captum_ssm.compare` takes them.
 Methods: TypeAlias = Method | Sequence[Method] | Mapping[str, Method]
 
-
 #: Steps of an example's progress bar: methods, other predictions, cuts, the graph and maps.
 _STEPS = 5
 

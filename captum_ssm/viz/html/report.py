@@ -126,7 +126,7 @@ def report(
         names: names of the examples. Default: None, ``Example 1``, ...
         title: the page's heading. Default: ``"Explanation"``.
         path: the file to write; its folder is created. Ending .html writes a page, .json or .csv
-            numbers, .png pictures, numbered from the second example on. Default: ``"report.html"``.
+            numbers, .png or .svg pictures, numbered from the second on. Default: ``"report.html"``.
         show_progress: show progress bars. Default: False.
 
     Returns:

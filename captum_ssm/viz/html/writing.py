@@ -27,10 +27,12 @@ from .parts import is_negligible
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+#: File endings of pictures.
+PICTURES = (".png", ".svg")
 #: A description of the content for each file ending.
 FORMATS = {
     ".html": "a report",
-    ".png": "pictures of each example",
+    **dict.fromkeys(PICTURES, "pictures of each example"),
     ".json": "numbers",
     ".csv": "relevance, a row for each token",
 }

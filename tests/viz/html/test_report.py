@@ -275,7 +275,7 @@ def check_states(cuts: dict, run: Callable[[], torch.Tensor], model: Any, asked:
 
 
 def check_order(cuts: dict) -> None:
-    """Messages first; the strongest is paired with all cuts, the strongest eight with each other."""
+    """Messages first; the strongest is paired with all, the strongest eight with each other."""
     states, count = cuts["states"], len(cuts["rows"])
     losses = [abs(states[""][0] - states[str(n)][0]) for n in range(count)]
     whole = [row["target"] is None for row in cuts["rows"]]
