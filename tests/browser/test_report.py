@@ -113,6 +113,23 @@ def test_methods_maps_layers_and_examples_switch(wide: Page, made: Path) -> None
     np.testing.assert_allclose(wide.opacities(".token"), expected(values), atol=0.006)
 
 
+def test_the_text_is_shown_before_maps_are_unpacked(page: Page, made: Path) -> None:
+    page.at_start(
+        "globalThis.unpacked = 0; const Plain = DecompressionStream;"
+        "globalThis.DecompressionStream = function (kind) {"
+        "  unpacked += 1; return new Plain(kind); };"
+        "new MutationObserver(() => {"
+        "  if (document.querySelector('#text .token')) globalThis.first ??= unpacked;"
+        "}).observe(document, { childList: true, subtree: true });"
+    )
+    page.goto(made)
+    maps = page.count("script[id^='map-']")
+    others = page.count("script[type='application/octet-stream']") - maps
+    assert maps == 12 and page.evaluate("unpacked") == maps + others
+    assert others <= page.evaluate("first") <= others + 1
+    assert page.count("#thumbnails canvas") == 3 and page.errors == []
+
+
 def test_small_maps_open_each_layer(opened: Page) -> None:
     """By a click and by keys; each small map is painted like the large one."""
     opened.scroll_to("#thumbnails")

@@ -99,6 +99,10 @@ class Page:
         self._tab.goto(address.resolve().as_uri() if isinstance(address, Path) else address)
         self.wait_for("!document.querySelector('main[aria-busy]')")  # of reports: data unpacked
 
+    def at_start(self, script: str) -> None:
+        """Run a script at the start of every page, before the page's own."""
+        self._tab.add_init_script(script)
+
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression; of a promise, once it is kept."""
         return self._tab.evaluate(expression)

@@ -11,8 +11,8 @@ const byId = (id) => document.getElementById(id);
 const BLOCKS = {};
 let FACTS = null;
 
-/** Unpack the data, which page.py packed, and begin. */
-async function unpack(begin) {
+/** Unpack the data, which page.py packed, and begin; maps follow, one by one, and then `maps` is called. */
+async function unpack(begin, maps = () => {}) {
   const unpacked = async ({ id, textContent }) => {
     const text = atob(textContent);
     const bytes = new Uint8Array(text.length);
@@ -20,10 +20,17 @@ async function unpack(begin) {
     const plain = new Blob([bytes]).stream().pipeThrough(new DecompressionStream('deflate'));
     BLOCKS[id] = new Uint8Array(await new Response(plain).arrayBuffer());
   };
-  await Promise.all([...document.querySelectorAll('[type="application/octet-stream"]')].map(unpacked));
+  const blocks = [...document.querySelectorAll('[type="application/octet-stream"]')];
+  const late = blocks.filter(({ id }) => id.startsWith('map-'));
+  await Promise.all(blocks.filter((block) => !late.includes(block)).map(unpacked));
   if (BLOCKS.facts) FACTS = JSON.parse(new TextDecoder().decode(BLOCKS.facts));
-  document.querySelector('main').removeAttribute('aria-busy');
+  const main = document.querySelector('main');
+  if (!late.length) main.removeAttribute('aria-busy');
   begin();
+  if (!late.length) return;
+  for (const block of late) await unpacked(block);
+  maps();
+  main.removeAttribute('aria-busy');
 }
 
 /** Make an element with properties and children; strings become text, never markup. */

@@ -246,10 +246,12 @@ function watchThumbnails() {
 function showMap() {
   const { maps, start } = example();
   const map = maps[chosen.map];
-  layers = map ? map.layers.map((facts) => new LayerMap(facts)) : [];
-  const first = layers.findIndex(({ facts }) => facts.index === start);
-  if (chosen.layer === null) chosen.layer = Math.max(0, first);
-  chosen.layer = Math.min(chosen.layer, Math.max(0, layers.length - 1));
+  const unpacked = map ? map.layers.filter(({ block }) => BLOCKS[block]) : [];
+  layers = unpacked.map((facts) => new LayerMap(facts));
+  if (layers.length) {
+    const first = layers.findIndex(({ facts }) => facts.index === start);
+    chosen.layer = Math.min(chosen.layer ?? Math.max(0, first), layers.length - 1);
+  }
   byId('controls').hidden = byId('map-picture').hidden = byId('beside').hidden = !layers.length;
   byId('layers').hidden = !entering && !layers.length && !example().lens.length;
   makeThumbnails(byId('thumbnails'), layers, chosen.layer);
@@ -475,14 +477,15 @@ function begin() {
   });
   scissors = new Scissors(byId('cuts'), remember);
   addEventListener('popstate', readAddress);
-  showExample();
-  readAddress();
   themeButton(byId('theme'), () => {
+    if (!tokens) return; // nothing is shown yet
     showMethods();
     showRelevance();
     if (layers.length) showLayer();
     watchThumbnails();
   });
+  showExample();
+  readAddress();
 }
 
-unpack(begin);
+unpack(begin, showMap);
