@@ -64,8 +64,8 @@ def _cut(subject: Subject, example: ShownExample, known: Outline, count: int) ->
         return {}
     sent: dict[int, float] = {}
     alike = len({layer.linear.operator.shape.tokens for layer in effects.layers}) == 1
-    for x in edges:
-        if alike and x.source != x.target:
+    for x in edges if alike and subject.layers is None else ():  # a dot cuts in all layers
+        if x.source != x.target:
             sent[x.source] = sent.get(x.source, 0.0) + abs(x.effect)
     senders = sorted(sent, key=lambda token: -sent[token])[: count // _WHOLE]
     del edges[count - len(senders) :]

@@ -64,7 +64,7 @@ def write(
 ) -> list[Path]:
     """Write explanations in the format that the file's ending selects; return all paths."""
     if is_page(out):
-        write_report(subject, found, title, out)
+        write_whole(out, _report(subject, found, title))
     elif out.suffix.lower() == ".csv":
         write_csv(found, out)
     elif out.suffix.lower() == ".json":
@@ -75,8 +75,8 @@ def write(
     return [out]
 
 
-def write_report(subject: Subject, found: Sequence[Explanation], title: str, path: Path) -> Path:
-    """Write the result of :func:`explain_all` as a page."""
+def _report(subject: Subject, found: Sequence[Explanation], title: str) -> str:
+    """Return the HTML of a report."""
     facts = {
         "model": type(subject.module).__name__,
         "layers": len(found[0].layers),
@@ -84,8 +84,7 @@ def write_report(subject: Subject, found: Sequence[Explanation], title: str, pat
         "examples": [explanation.page_facts for explanation in found],
     }
     blocks = {name: data for explanation in found for name, data in explanation.blocks.items()}
-    write_whole(path, page(title, facts, blocks))
-    return path
+    return page(title, facts, blocks)
 
 
 def json_of(found: Sequence[Explanation], model: str) -> str:
