@@ -12,6 +12,7 @@ _SKELETON, _TITLE = "insights.html", "Insights"
 STYLES = ("common.css", "insights.css")
 SCRIPTS = (
     "common.js",
+    "svg.js",
     "maps.js",
     "canvases.js",
     "images.js",

@@ -28,7 +28,7 @@ from .page import short, whole_page
 
 #: Files that are joined, in this order, to one style sheet and one script.
 _STYLES = ("common.css", "generated.css")
-_SCRIPTS = ("common.js", "maps.js", "tables.js", "panes.js", "generated.js")
+_SCRIPTS = ("common.js", "svg.js", "maps.js", "tables.js", "panes.js", "generated.js")
 
 
 def explain_answers(

@@ -22,20 +22,9 @@ from typing import Any
 #: Files that are joined, in this order, to one style sheet and one script.
 _STYLES = ("common.css", "report.css", "scissors.css")
 _SCRIPTS = (
-    "common.js",
-    "maps.js",
-    "canvases.js",
-    "images.js",
-    "tokens.js",
-    "tables.js",
-    "graph.js",
-    "scissors.js",
-    "tip.js",
-    "answers.js",
-    "layers.js",
-    "pointing.js",
-    "report.js",
-)
+    "common.js", "svg.js", "maps.js", "canvases.js", "images.js", "tokens.js", "tables.js",
+    "graph.js", "scissors.js", "tip.js", "answers.js", "layers.js", "pointing.js", "report.js",
+)  # fmt: skip
 
 #: Folders of the asset files, by suffix.
 _FOLDERS = MappingProxyType({"html": "pages", "js": "scripts", "css": "styles"})

@@ -40,14 +40,6 @@ function make(tag, properties = {}, ...children) {
   return element;
 }
 
-/** Make an element of a drawing with attributes and children. */
-function draw(tag, attributes, ...children) {
-  const element = document.createElementNS('http://www.w3.org/2000/svg', tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
-
 /** Write a sentence on the sum of a method's relevance, if its sum is known. */
 function sumToldOf({ sum }) {
   return sum ? [make('span', { className: sum.adds_up ? 'sum' : 'sum off' }, sum.told)] : [];
