@@ -13,7 +13,6 @@ from oracles import relative_error
 from torch import Tensor, nn
 from transformers import MambaConfig
 from transformers.models.mamba.modeling_mamba import MambaMixer
-from zoo import wrapped
 from zoo.mamba import randomise
 
 from captum_ssm import (
@@ -446,45 +445,3 @@ def test_mixers_that_are_brought_together(kind: str, adds: bool) -> None:
         stream = block(stream).detach()
     found = LatimALTI(model).attribute(x, TARGET).sum(-1)
     assert relative_error(found, wanted[:, -1]) <= CLOSE
-
-
-# --- hooks of others, and zeros -------------------------------------------------------------------
-
-
-def test_a_hook_on_a_block_may_be_there_before_the_call() -> None:
-    factor = torch.tensor([-1.0, 0.6, 2.2]).double()[None, :, None]
-    x = torch.randn(1, 3, 8).double()
-
-    def network() -> Any:
-        torch.manual_seed(0)
-        blocks = [wrapped.Residual("mamba", "rms", False, "one", "none", "behind") for _ in "ab"]
-        return wrapped.Network(blocks, "rms", "all", False, 0).double().eval()
-
-    def forward(x: Tensor) -> Any:
-        with inner.blocks[1].register_forward_hook(lambda *call: factor * call[-1]):
-            return inner(x)
-
-    inner, outer = network(), network()
-    outer.blocks[1].register_forward_hook(lambda *call: factor * call[-1])
-    with wrapped.never_rounded():
-        for method in (LatimNorm, LatimALTI):
-            wanted = method(forward, inner).attribute(x, target=(-1, 3))
-            torch.testing.assert_close(method(outer).attribute(x, target=(-1, 3)), wanted)
-
-
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.mixer = nn.LayerNorm(8), wrapped.mixer("mamba")
-        self.beside = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.mixer(self.norm(x))
-        self.beside(torch.zeros_like(x))
-        return x + out * torch.sigmoid(out)
-
-
-def test_zeros_are_no_norm_of_a_stream() -> None:
-    model = nn.Sequential(Gated(), Gated()).double().eval()
-    with wrapped.never_rounded(), pytest.raises(InputError, match="one sum"):
-        LatimALTI(model).attribute(torch.randn(1, 5, 8).double(), target=(-1, 3))

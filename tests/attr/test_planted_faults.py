@@ -6,19 +6,17 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 import torch
 from helpers.adapters import adapter_of, joins_of
-from torch import Tensor, nn
+from torch import nn
 from zoo import networks
 
 from captum_ssm import ImplicitAttention, LatimFlow, register_mixer, trace
 from captum_ssm.errors import ReconstructionError
 from captum_ssm.mixers import Call, LinearMixer
 from captum_ssm.operators import Chain, Diagonal, Operator, Sum
-from captum_ssm.tracing import Layer
 
 pytestmark = pytest.mark.slow
 
@@ -32,34 +30,19 @@ SEEN = 1e-5
 #: What a coefficient is multiplied with; more than 1 would make some decays grow.
 OFF = 0.99
 
-
-class Coefficient(NamedTuple):
-    """One of an operator's: which of its leaves, the part that it stands for, the name there."""
-
-    leaf: int
-    component: str
-    name: str
-
-
-#: What stands for the output projection, which is no part of the operator.
-OUT_PROJ = Coefficient(-1, "out_proj", "weight")
+#: The number of a leaf of the operator, and the name of one of its coefficients.
+Coefficient = tuple[int, str]
 
 
 def coefficients(linear: LinearMixer) -> list[Coefficient]:
-    found = [
-        Coefficient(i, leaf.component or "mask", name)
-        for i, leaf in enumerate(linear.operator.leaves())
-        for name in leaf.tensors()
-    ]
-    return [*found, OUT_PROJ]
+    leaves = enumerate(linear.operator.leaves())
+    return [(place, name) for place, leaf in leaves for name in leaf.tensors()]
 
 
 def planted(linear: LinearMixer, fault: Coefficient) -> LinearMixer:
-    if fault == OUT_PROJ:  # what enters it is off alike
-        enters = Diagonal(linear.values.new_full((1, 1, 1, 1), OFF), linear.operator.shape)
-        return replace(linear, operator=Chain(enters, linear.operator))
-    wrong = list(linear.operator.leaves())[fault.leaf]
-    return replace(linear, operator=_put(linear.operator, wrong, _with(wrong, fault.name)))
+    place, name = fault
+    wrong = list(linear.operator.leaves())[place]
+    return replace(linear, operator=_put(linear.operator, wrong, _with(wrong, name)))
 
 
 def _with(leaf: Operator, name: str) -> Operator:
@@ -78,12 +61,6 @@ def _put(operator: Operator, old: Operator, new: Operator) -> Operator:
         kind = Chain if isinstance(operator, Chain) else Sum
         return kind(*(_put(part, old, new) for part in operator.parts))
     return operator
-
-
-def of_each_class(model: nn.Module, inputs: Tensor) -> list[Layer]:
-    with torch.no_grad(), trace(model, operators=False) as t:
-        model(inputs)
-    return list({type(layer.mixer.module): layer for layer in t.layers[::-1]}.values())
 
 
 def moved(linear: LinearMixer, off: LinearMixer) -> float:
@@ -111,7 +88,9 @@ def test_a_component_that_is_off_for_all_tokens(name: str, monkeypatch: pytest.M
     case = networks.make(name, monkeypatch)
     target = networks.targets(networks.own_output(case))[0]
     seen = unseen = 0
-    for layer in of_each_class(case.model, case.inputs):
+    with torch.no_grad(), trace(case.model, operators=False) as t:
+        case.model(case.inputs)
+    for layer in {type(layer.mixer.module): layer for layer in t.layers[::-1]}.values():
         for fault in coefficients(layer.linear):
             if moved(layer.linear, planted(layer.linear, fault)) < SEEN:
                 unseen += 1

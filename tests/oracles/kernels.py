@@ -6,7 +6,7 @@ Nothing here calls the package.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -76,19 +76,6 @@ def selective_scan(dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 # --- the rest ----------------------------------------------------------------------------------
-
-
-def band_matrix(band: Mapping[int, Tensor], tokens: int) -> Tensor:
-    """The matrices (B, H, P, L, L) of y[t] = sum over lags of band[lag][t] x[t - lag]."""
-    sizes = [factor.shape for factor in band.values()]
-    batch, _, heads, per_head = torch.broadcast_shapes(*sizes)
-    out = torch.zeros(batch, heads, per_head, tokens, tokens, dtype=torch.float64)
-    for lag, factor in band.items():
-        factor = factor.expand(batch, tokens, heads, per_head)
-        for t in range(tokens):
-            if 0 <= t - lag < tokens:
-                out[..., t, t - lag] += factor[:, t]
-    return out
 
 
 def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
