@@ -27,7 +27,7 @@ from ..tasks.pairs import FEW_PAIRS, PAIRS
 from ..tasks.translation import NUMBER_WORDS
 from .language_recipes import LanguageRecipe
 from .loop import one_thread, train_model
-from .recipe import HELD_OUT_SEED
+from .recipe import HELD_OUT_SEED, Recipe
 from .small import ModelSize
 
 #: Where the weights are, a file for each model.
@@ -76,9 +76,14 @@ def stored(folder: Path = FOLDER) -> dict[str, float]:
 
 def load_fresh(name: str, folder: Path = FOLDER) -> nn.Module:
     """Return a model in evaluation mode."""
+    return filled(FRESH[name][0], folder / f"{name}.safetensors")
+
+
+def filled(recipe: Recipe, path: Path) -> nn.Module:
+    """Return the model of a recipe with the weights of a file, in evaluation mode."""
     with torch.random.fork_rng(devices=[]):
-        model = FRESH[name][0].new()
-    fill(model, load_file(folder / f"{name}.safetensors"))
+        model = recipe.new()
+    fill(model, load_file(path))
     return model.eval()
 
 
@@ -88,6 +93,13 @@ def fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     if found.unexpected_keys or set(found.missing_keys) - _TIED:
         raise CheckpointError(f"The weights do not fit the model: {found}.")
     model.tie_weights()  # type: ignore[operator]
+
+
+def halved(model: nn.Module) -> dict[str, Tensor]:
+    """Round the weights of a model to half precision, and return them."""
+    state = {k: v.half().contiguous() for k, v in model.state_dict().items() if k not in _TIED}
+    fill(model, state)
+    return state
 
 
 def held_out(task: LinkedTask) -> LinkedBatch:
@@ -109,8 +121,7 @@ def main(minutes: float, folder: Path = FOLDER, part: int = 0, parts: int = 1) -
         began = time.monotonic()
         with one_thread():
             model = train_model(recipe, seed, log=lambda _: None)
-        state = {k: v.half().contiguous() for k, v in model.state_dict().items() if k not in _TIED}
-        fill(model, state)
+        state = halved(model)
         answered = answer_accuracy(model, held_out(recipe.task)).sequences
         save_file(state, path, {"answered": str(answered)})
         print(f"{name}: {answered:.4f}, {time.monotonic() - began:.0f} s", flush=True)

@@ -73,25 +73,37 @@ def train(
 
 
 def train_model(
-    recipe: Recipe, seed: int = 0, *, log_every: int = 100, log: Callable[[str], None] = print
+    recipe: Recipe,
+    seed: int = 0,
+    *,
+    log_every: int = 100,
+    log: Callable[[str], None] = print,
+    checkpoint: Path | None = None,
 ) -> nn.Module:
     """Trains a model from scratch and returns it in evaluation mode.
 
-    The same seed on the same machine and versions gives the same model.
+    The same seed on the same machine and versions gives the same model. With a checkpoint, a
+    training of one round that draws by torch's generator alone goes on where it was ended.
     """
     torch.manual_seed(seed)
     model = recipe.new()
     for each in recipe.rounds(model, seed):
-        fit(model, each, log_every=log_every, log=log)
+        fit(model, each, log_every=log_every, log=log, checkpoint=checkpoint)
     return model.eval()
 
 
 def fit(
-    model: nn.Module, part: Round, *, log_every: int = 100, log: Callable[[str], None] = print
+    model: nn.Module,
+    part: Round,
+    *,
+    log_every: int = 100,
+    log: Callable[[str], None] = print,
+    checkpoint: Path | None = None,
 ) -> None:
     """Trains a model in place for one round, with a line of progress each ``log_every`` steps.
 
-    AdamW, gradients clipped at norm 1, a short warm-up followed by a cosine to zero.
+    AdamW, gradients clipped at norm 1, a short warm-up followed by a cosine to zero. With each line
+    all that the training goes on from is written to the checkpoint, if there is one.
     """
     steps = part.steps
     trained = [*model.parameters(), *(part.help.parameters() if part.help else ())]
@@ -104,10 +116,17 @@ def fit(
         return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, factor)
-    started, running = time.monotonic(), math.nan
+    started, running, done = time.monotonic(), math.nan, 0
+    if checkpoint is not None and checkpoint.exists():
+        kept = torch.load(checkpoint)
+        model.load_state_dict(kept["model"])
+        optimiser.load_state_dict(kept["optimiser"])
+        schedule.load_state_dict(kept["schedule"])
+        torch.set_rng_state(kept["generator"])
+        running, done = kept["running"], kept["step"]
     model.train()
     with repaired_scans():
-        for step in range(1, steps + 1):
+        for step in range(done + 1, steps + 1):
             current = part.loss()
             optimiser.zero_grad()
             current.backward()  # type: ignore[no-untyped-call]
@@ -122,6 +141,12 @@ def fit(
                 model.train()
                 seconds = time.monotonic() - started
                 log(f"step {step}/{steps} loss {running:.4f} held-out {share:.4f} {seconds:.0f} s")
+                if checkpoint is not None:
+                    kept = {"step": step, "running": running, "model": model.state_dict()}
+                    kept |= {"optimiser": optimiser.state_dict(), "schedule": schedule.state_dict()}
+                    new = checkpoint.with_suffix(".new")
+                    torch.save(kept | {"generator": torch.get_rng_state()}, new)
+                    new.replace(checkpoint)
 
 
 @contextmanager

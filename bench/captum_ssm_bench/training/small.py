@@ -69,7 +69,9 @@ def new_model(size: ModelSize, vocabulary: WordVocabulary, *, lasting_from: int 
             layers, and decays without ``A_log`` and a step size, start as in transformers. Default:
             0, all are lasting.
     """
-    model = model_of(MODELS[size.architecture], _settings(size, vocabulary))
+    model = model_of(
+        MODELS[size.architecture], settings_of(size, len(vocabulary), vocabulary.pad_id)
+    )
     blocks = model.rwkv.blocks if size.architecture == "rwkv" else model.base_model.layers
     mixers = [part for block in blocks[lasting_from:] for part in block.modules()]
     with torch.no_grad():
@@ -82,12 +84,13 @@ def new_model(size: ModelSize, vocabulary: WordVocabulary, *, lasting_from: int 
     return fresh
 
 
-def _settings(size: ModelSize, vocabulary: WordVocabulary) -> dict[str, Any]:
+def settings_of(size: ModelSize, words: int, pad_id: int) -> dict[str, Any]:
+    """Return the configuration of a model with so many words."""
     settings = {
-        "vocab_size": len(vocabulary),
+        "vocab_size": words,
         "hidden_size": size.hidden,
         "num_hidden_layers": size.layers,
-        "pad_token_id": vocabulary.pad_id,
+        "pad_token_id": pad_id,
         "bos_token_id": None,
         "eos_token_id": None,
         "tie_word_embeddings": True,

@@ -12,6 +12,7 @@ from torch import Tensor
 from captum_ssm_bench.experiments.causal import decision
 from captum_ssm_bench.experiments.causal.fresh import BASELINE, ROWS
 from captum_ssm_bench.harness.experiment import Cell
+from captum_ssm_bench.harness.records import Key, Records
 
 FROZEN, CENTERED, BALANCED = (
     Cell("LatimFlow", name) for name in ("frozen", "centered, own mean", "balanced, own mean")
@@ -54,6 +55,20 @@ def test_rows_with_kinds_or_more_passes_are_no_default():
     best[Cell("LatimFlow", "balanced, with ExpectedGradients")] = 1.0
     found = numbers({FROZEN: 0.5} | best, {FROZEN: 0.5} | best)
     assert decision.default_rule(found) == FROZEN
+
+
+def test_the_model_of_bytes_is_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(decision, "stored", lambda: {"a": 1.0, "lacks a row": 1.0})
+    rho = {("fresh", "a"): (0.1, 0.3), ("bytes", "x"): (0.4,), ("bytes", "y"): (0.5, 0.6)}
+    for (experiment, model), values in rho.items():
+        records = Records(tmp_path / experiment)
+        for row in ROWS:
+            for index, value in enumerate(values):
+                numbers = {**dict.fromkeys(decision.COLUMNS, 0.0), "spearman": value}
+                records.append(Key(experiment, model, *row, 0, index), {"": numbers})
+    for with_bytes, expected in ((False, [0.2]), (True, [0.2, 0.5])):
+        found = decision.read(tmp_path, with_bytes=with_bytes)
+        assert found["spearman"][FROZEN].tolist() == pytest.approx(expected)
 
 
 def test_claims_are_differences_with_bounds(tmp_path: Path):

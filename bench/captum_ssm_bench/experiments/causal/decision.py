@@ -13,6 +13,7 @@ import csv
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -53,17 +54,23 @@ class Claim(NamedTuple):
         return float(self.found.low) >= self.needed
 
 
-def read(folder: str | Path) -> Numbers:
-    """Return the numbers of each model; models that lack a row are left out."""
+def read(folder: str | Path, *, with_bytes: bool = False) -> Numbers:
+    """Return the numbers of each model; models that lack a row are left out.
+
+    The model of bytes (part D) is one model, whatever mechanisms it answers.
+    """
     found: dict[str, dict[Cell, dict[str, list[float]]]] = {name: {} for name in COLUMNS}
-    for key, rows in Records(Path(folder) / "fresh"):
-        for name, cells in found.items():
-            cell = cells.setdefault(Cell(key.method, key.formulation), {})
-            cell.setdefault(key.model, []).append(rows[""][name])
-    models = [m for m in stored() if all(m in found["spearman"].get(row, {}) for row in ROWS)]
+    for experiment in ("fresh", "bytes")[: 1 + with_bytes]:
+        for key, rows in Records(Path(folder) / experiment):
+            for name, cells in found.items():
+                cell = cells.setdefault(Cell(key.method, key.formulation), {})
+                model = key.model if experiment == "fresh" else experiment
+                cell.setdefault(model, []).append(rows[""][name])
+    known = (*stored(), "bytes")
+    models = [m for m in known if all(m in found["spearman"].get(row, {}) for row in ROWS)]
     return {
         name: {
-            row: torch.tensor([cells[row][m] for m in models], dtype=torch.float64).mean(1)
+            row: torch.tensor([fmean(cells[row][m]) for m in models], dtype=torch.float64)
             for row in ROWS
         }
         for name, cells in found.items()
@@ -135,9 +142,14 @@ def _cells(found: Interval) -> list[str]:
 
 
 def main(folder: Path) -> None:
-    """Print the decision of a folder of results, and write its table."""
+    """Print the decision of a folder of results and write its table; last, with part D."""
     numbers = read(folder)
     write(numbers, folder)
+    for each in (numbers, read(folder, with_bytes=True)):
+        _say(each)
+
+
+def _say(numbers: Numbers) -> None:
     default = default_rule(numbers)
     print(f"{len(numbers['top1'][default])} models. Default: {', '.join(default)}.")
     for claim in claims(numbers, default):

@@ -32,7 +32,7 @@ _KINDS_OF = 64
 def _baseline(answers: Answers, points: Tensor, name: str) -> Tensor:
     if name == OWN:
         return points.mean(1, keepdim=True).expand_as(points)
-    movable = answers.question.movable.to(points.device)[:, None]
+    movable = answers.question.places.to(points.device)[:, None]
     others = answers.points(answers.question.references("kinds", _KINDS_OF))
     return torch.where(movable, others.mean(0), points)
 

@@ -64,7 +64,7 @@ def _ours(answers: Answers, kind: Any, *, targeted: bool = True, **options: Any)
         options["target"] = question.target
     inputs = question.inputs.to(device_of(answers.model))
     found: Tensor = kind(answers.model).attribute(inputs, per_token=True, **options)
-    return found.flatten()
+    return question.by_word(found.flatten(1))[0]
 
 
 def _by_catalogue(entry: Entry) -> Method:
@@ -158,9 +158,9 @@ def _mean(answers: Answers, points: Tensor) -> Tensor:
     question = answers.question
     if question.grid is not None:
         return points.mean((2, 3), keepdim=True).expand_as(points)
-    others = _references(answers, _MEAN_OF)[:, question.movable.to(points.device)]
-    movable = question.movable.to(points.device)[:, None]
-    return torch.where(movable, others.mean((0, 1)), points)
+    movable = question.places.to(points.device)
+    others = _references(answers, _MEAN_OF)[:, movable]
+    return torch.where(movable[:, None], others.mean((0, 1)), points)
 
 
 def _references(answers: Answers, count: int) -> Tensor:

@@ -1,6 +1,7 @@
 """What is asked of a model, and what the task could have put in the place of each unit.
 
-Units are the tokens of a text, or the patches of an image, row by row.  A token is replaced by one
+Units are the tokens of a text, its words if tokens are bytes, or the patches of an image, row by
+row.  A token is replaced by one
 of its kind from other texts of the task: a key by a key, a digit by a digit.  What is the only one
 of its kind stays, such as the mark that a question begins with.  A patch is replaced by the patch
 that another scene has at its place.
@@ -60,6 +61,8 @@ class Question:
         classes: the outputs that the target competes with. Default: None, all.
         grid: patches down and across, (h, w). Default: None, units are tokens.
         mask: the pixels of what the target names, (1, H, W). Default: None, none is known.
+        words: the unit of each token, (L,), where a unit has several. Default: None, each token is
+            a unit.
     """
 
     name: str
@@ -71,6 +74,7 @@ class Question:
     classes: tuple[int, ...] | None = None
     grid: tuple[int, int] | None = None
     mask: Tensor | None = None
+    words: Tensor | None = None
 
     def seed(self, purpose: str) -> int:
         """What is drawn for a purpose is drawn from; the same for all models and methods."""
@@ -86,6 +90,8 @@ class Question:
 
     def spread(self, units: Tensor) -> Tensor:
         """One value for each unit (N, U), at each token (N, L) or pixel (N, 1, H, W)."""
+        if self.words is not None:
+            return units[:, self.words]
         if self.grid is None:
             return units
         patches = units.view(-1, 1, *self.grid)
@@ -98,9 +104,21 @@ class Question:
     def by_unit(self, values: Tensor) -> Tensor:
         """Sums over the features of each unit, (N, L, E) or (N, C, H, W) to (N, U)."""
         if self.grid is None:
-            return values.sum(-1)
+            return self.by_word(values.sum(-1))
         summed = F.adaptive_avg_pool2d(values.sum(1), self.grid).flatten(1)
         return summed * (values[0, 0].numel() / summed.shape[1])
+
+    def by_word(self, values: Tensor) -> Tensor:
+        """Sums over the tokens of each unit, (N, L) to (N, U)."""
+        if self.words is None:
+            return values
+        found = values.new_zeros(len(values), len(self.movable))
+        return found.index_add(1, self.words.to(values.device), values)
+
+    @property
+    def places(self) -> Tensor:
+        """The tokens of movable units, (L,) of booleans."""
+        return self.spread(self.movable[None])[0]
 
 
 class LinkedQuestions:
