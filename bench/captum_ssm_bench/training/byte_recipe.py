@@ -14,7 +14,7 @@ import random
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -63,6 +63,8 @@ class ByteRecipe(Recipe):
         task: by name, what draws a text of each mechanism.
         size: the model.
         steps: optimizer steps of each round.
+        weights: of each round, how often each mechanism is drawn, relative to the others.
+        stops: of each round, the step after which it ends early, if it does.
         batch_size: texts per step. Default: 16.
         learning_rate: the peak. Default: 1.5e-3.
     """
@@ -70,6 +72,8 @@ class ByteRecipe(Recipe):
     task: Mapping[str, object]
     size: ModelSize
     steps: tuple[int, ...]
+    weights: tuple[tuple[int, ...], ...]
+    stops: tuple[int | None, ...]
     batch_size: int = 16
     learning_rate: float = 1.5e-3
 
@@ -79,10 +83,10 @@ class ByteRecipe(Recipe):
         return model
 
     def rounds(self, model: nn.Module, seed: int) -> Sequence[Round]:
-        def loss() -> Tensor:
+        def loss(weights: Sequence[int]) -> Tensor:
             # by torch's generator, which a checkpoint keeps
             rng = random.Random(int(torch.randint(2**62, ())))
-            texts = [training_text(rng) for _ in range(self.batch_size)]
+            texts = [training_text(rng, weights) for _ in range(self.batch_size)]
             ids, answers = (torch.tensor(each) for each in zip(*texts, strict=True))
             with torch.autocast("cpu", torch.bfloat16):  # half as long again without
                 logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
@@ -93,7 +97,10 @@ class ByteRecipe(Recipe):
             found = [answered(model, name, _HELD_OUT, HELD_OUT_SEED) for name in MECHANISMS]
             return min(found)
 
-        return [Round(steps, loss, score, self.learning_rate) for steps in self.steps]
+        return [
+            Round(steps, partial(loss, weights), score, self.learning_rate, stop=stop)
+            for steps, weights, stop in zip(self.steps, self.weights, self.stops, strict=True)
+        ]
 
     def measure(self, model: nn.Module) -> Scores:
         return {
@@ -105,13 +112,15 @@ class ByteRecipe(Recipe):
         save_of_transformers(model, folder)
 
 
-def training_text(rng: random.Random) -> tuple[list[int], list[bool]]:
+def training_text(rng: random.Random, weights: Sequence[int]) -> tuple[list[int], list[bool]]:
     """Return bytes, planted texts and passages in turn, and which of them begin an answer."""
     ids: list[int] = []
     first: list[bool] = []
     while len(ids) <= _LENGTH:
         if rng.random() < _PLANTED:
-            text = rng.choice([*MECHANISMS.values()])(rng)
+            often = zip(MECHANISMS.values(), weights, strict=True)
+            mechanism = rng.choice([each for each, weight in often for _ in range(weight)])
+            text = mechanism(rng)
             parts = [(text.prompt, text.answer.encode())]
             parts += [(prompt.encode(), answer.encode()) for prompt, answer in text.further]
         else:
@@ -139,9 +148,16 @@ def answered(model: nn.Module, mechanism: str, count: int, seed: int) -> float:
     return right / count
 
 
-#: The registered model: two layers of Mamba-2, and one of softmax attention.
+#: The registered model: two layers of Mamba-2, and one of softmax attention. The second round has
+#: more pairs, since the first had not learned them.
 SEED = 101
-BYTES_BAMBA = ByteRecipe(MECHANISMS, ModelSize("bamba", 3, hidden=192, head_dim=96), (4000,))
+BYTES_BAMBA = ByteRecipe(
+    MECHANISMS,
+    ModelSize("bamba", 3, hidden=192, head_dim=96),
+    steps=(4000, 1000),
+    weights=((1, 1, 1), (3, 1, 1)),
+    stops=(2300, None),
+)
 PATH = FOLDER / f"bytes-bamba-{SEED}.safetensors"
 
 

@@ -82,13 +82,14 @@ def train_model(
 ) -> nn.Module:
     """Trains a model from scratch and returns it in evaluation mode.
 
-    The same seed on the same machine and versions gives the same model. With a checkpoint, a
-    training of one round that draws by torch's generator alone goes on where it was ended.
+    The same seed on the same machine and versions gives the same model. With a checkpoint, a file
+    for each round, a training that draws by torch's generator alone goes on where it was ended.
     """
     torch.manual_seed(seed)
     model = recipe.new()
-    for each in recipe.rounds(model, seed):
-        fit(model, each, log_every=log_every, log=log, checkpoint=checkpoint)
+    for number, each in enumerate(recipe.rounds(model, seed), 1):
+        path = checkpoint and checkpoint.with_suffix(f".{number}")
+        fit(model, each, log_every=log_every, log=log, checkpoint=path)
     return model.eval()
 
 
@@ -126,7 +127,7 @@ def fit(
         running, done = kept["running"], kept["step"]
     model.train()
     with repaired_scans():
-        for step in range(done + 1, steps + 1):
+        for step in range(done + 1, (part.stop or steps) + 1):
             current = part.loss()
             optimiser.zero_grad()
             current.backward()  # type: ignore[no-untyped-call]

@@ -27,6 +27,7 @@ class Round:
         score: the model's accuracy on held-out examples, for the lines of progress.
         learning_rate: the peak. Default: 2e-3.
         help: what is trained along with the model, and is no part of it. Default: None, nothing.
+        stop: the step after which the round ends early. Default: None, it does not.
     """
 
     steps: int
@@ -34,6 +35,7 @@ class Round:
     score: Callable[[], float]
     learning_rate: float = 2e-3
     help: nn.Module | None = None
+    stop: int | None = None
 
 
 @dataclass(frozen=True)
