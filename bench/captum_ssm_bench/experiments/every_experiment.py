@@ -11,6 +11,7 @@ from ..training.language_recipes import LANGUAGE_RECIPES as RECIPES
 from .answers.erasers import Erasers
 from .answers.forgetting import ForgottenPasskeys
 from .answers.hops import ChainedAnswers
+from .causal.bytes import Bytes
 from .causal.experiment import Causal
 from .causal.fresh import Fresh
 from .compiled import Compiled
@@ -91,5 +92,5 @@ _ON_TEXTS: tuple[Experiment, ...] = (
 #: asks for texts of others, without which a run of all ends there.
 EXPERIMENTS: dict[str, Experiment] = {
     each.name: each
-    for each in (*_ON_TEXTS, Segmenting(), Compiled(), Knockout(), Fresh(), Causal())
+    for each in (*_ON_TEXTS, Segmenting(), Compiled(), Knockout(), Fresh(), Bytes(), Causal())
 }
