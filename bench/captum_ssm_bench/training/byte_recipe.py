@@ -166,7 +166,8 @@ def stored() -> dict[str, float]:
     if not PATH.exists():
         return {}
     with safe_open(PATH, "pt") as file:
-        return {name: float(share) for name, share in file.metadata().items()}
+        noted = file.metadata()  # in any order
+    return {name: float(noted[name]) for name in MECHANISMS}
 
 
 def load_bytes() -> nn.Module:
