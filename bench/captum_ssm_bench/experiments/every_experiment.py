@@ -19,6 +19,7 @@ from .finding_sources import FindingSources
 from .knockout.experiment import Knockout
 from .knockout.graphs import Graphs
 from .knockout.parts import HybridParts
+from .knockout.single import SingleMessages
 from .roles import CountedRoles
 from .segmentation import Segmenting
 
@@ -92,5 +93,14 @@ _ON_TEXTS: tuple[Experiment, ...] = (
 #: asks for texts of others, without which a run of all ends there.
 EXPERIMENTS: dict[str, Experiment] = {
     each.name: each
-    for each in (*_ON_TEXTS, Segmenting(), Compiled(), Knockout(), Fresh(), Bytes(), Causal())
+    for each in (
+        *_ON_TEXTS,
+        Segmenting(),
+        Compiled(),
+        SingleMessages(),
+        Knockout(),
+        Fresh(),
+        Bytes(),
+        Causal(),
+    )
 }

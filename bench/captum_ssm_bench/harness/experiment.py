@@ -74,6 +74,8 @@ class Experiment(ABC):
             where the best rows are shown, theirs are too. Default: none.
         groups: by name, names of models whose numbers are taken together, too, each model's alike.
             Default: none.
+        over_models: the groups whose intervals are over models, and not over examples. Default:
+            none.
         against: the row that the others are held against if nobody names one. Default: None, they
             are not.
     """
@@ -84,6 +86,7 @@ class Experiment(ABC):
     examples: int = 100
     baselines: Collection[str] = ()
     groups: Mapping[str, Sequence[str]] = MappingProxyType({})
+    over_models: Collection[str] = ()
     against: Cell | None = None
 
     @abstractmethod

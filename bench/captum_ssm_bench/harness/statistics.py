@@ -30,7 +30,9 @@ def correlation(sums: Tensor, _: Tensor) -> Tensor:
     return ((n * xy - x * y) / spread.sqrt())[..., None]
 
 
-def interval(statistic: Statistic, models: Sequence[Tensor]) -> Interval:
+def interval(
+    statistic: Statistic, models: Sequence[Tensor], *, over_models: bool = False
+) -> Interval:
     """A percentile bootstrap interval around the mean of a statistic over models.
 
     The examples of each model are drawn anew, with replacement; models are not.  The same numbers
@@ -40,6 +42,7 @@ def interval(statistic: Statistic, models: Sequence[Tensor]) -> Interval:
         statistic: see :class:`~captum_ssm.metrics.Sample`.
         models: the numbers of each model's examples, (n, k) each; NaN where there is none.  A model
             without a number does not count.
+        over_models: whether models are drawn anew, and not their examples. Default: False.
     """
     if not models or any(not len(rows) for rows in models):
         raise InputError("models: pass the numbers of one or more examples of each model.")
@@ -48,7 +51,12 @@ def interval(statistic: Statistic, models: Sequence[Tensor]) -> Interval:
         times = _times(len(rows), place)
         counts = times @ (~rows.isnan()).double()
         found.append(statistic(times @ rows.double().nan_to_num(), counts))
-    value, *drawn = torch.stack(found).nanmean(0)  # of the whole, and R of draws, (m,) each
+    means = torch.stack(found).nanmean(0)  # of the whole, and R of draws, (1 + R, m)
+    if over_models:
+        whole = torch.stack(found)[:, 0]
+        times = _times(len(models), 0)
+        means = (times @ whole.nan_to_num()) / (times @ (~whole.isnan()).double())
+    value, *drawn = means
     tail = (1 - CONFIDENCE) / 2
     ends = torch.tensor([tail, 1 - tail], dtype=value.dtype)
     low, high = torch.stack(drawn).nanquantile(ends, dim=0)

@@ -156,7 +156,7 @@ def group_lines(experiment: Experiment, results: Iterable[tuple[Key, Rows]]) -> 
     A group is called by its name and the number of its models that were measured.  A row that one
     of them lacks is left out.
     """
-    return list(_of_groups(experiment.columns, experiment.groups, series_of(results)))
+    return list(_of_groups(experiment, series_of(results)))
 
 
 def gain_lines(
@@ -186,7 +186,7 @@ def gain_lines(
     held.columns = [replace(c, better="high" if c.better else "") for c in experiment.columns]
     pairs = {side: paired(own, series[other]) for side, own in series.items() if side != other}
     return held, [
-        *_of_groups(experiment.columns, experiment.groups, pairs),
+        *_of_groups(experiment, pairs),
         *_of_models(experiment.columns, pairs),
     ]
 
@@ -199,18 +199,18 @@ def _of_models(columns: Sequence[Column], series: Mapping[Side, Models]) -> Iter
                 yield _line(name, side, columns, [models[name]])
 
 
-def _of_groups(
-    columns: Sequence[Column],
-    groups: Mapping[str, Sequence[str]],
-    series: Mapping[Side, Models],
-) -> Iterator[Line]:
+def _of_groups(experiment: Experiment, series: Mapping[Side, Models]) -> Iterator[Line]:
     """The rows that all measured models of a group have."""
-    for group, names in groups.items():
+    for group, names in experiment.groups.items():
+        over_models = group in experiment.over_models
         measured = sorted({name for own in series.values() for name in own}.intersection(names))
         count = f"({len(measured)} model{'s' if len(measured) > 1 else ''})"
         for side, models in sorted(series.items()):
             if measured and models.keys() >= set(measured):
-                yield _line(f"{group} {count}", side, columns, [models[name] for name in measured])
+                examples = [models[name] for name in measured]
+                yield _line(
+                    f"{group} {count}", side, experiment.columns, examples, over_models=over_models
+                )
 
 
 def _line(
@@ -218,13 +218,15 @@ def _line(
     side: Side,
     columns: Sequence[Column],
     models: Sequence[Mapping[tuple[int, int], Example]],
+    *,
+    over_models: bool = False,
 ) -> Line:
     entries = {}
     for column in columns:
         numbers = [numbers_of(column, examples.values()) for examples in models]
         compared = numbers[0].shape[1] > len(column.numbers)
         statistic = gain_of(column) if compared else column.statistic
-        entries[column.name] = Entry.of(interval(statistic, numbers))
+        entries[column.name] = Entry.of(interval(statistic, numbers, over_models=over_models))
     return Line(name, *side, sum(map(len, models)), entries)
 
 

@@ -165,7 +165,7 @@ def by_row(
     return rows
 
 
-def sums_of(x: Tensor, z: Tensor, y: Tensor, rounding: float) -> dict[str, float]:
+def sums_of(x: Tensor, z: Tensor, y: Tensor, rounding: float | Tensor) -> dict[str, float]:
     """The sums that columns are made of, over edges' estimated, matched and true effects."""
     counted = y.abs() > rounding
     sums = {
