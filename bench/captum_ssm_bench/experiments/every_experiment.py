@@ -15,6 +15,7 @@ from .causal.bytes import Bytes
 from .causal.experiment import Causal
 from .causal.fresh import Fresh
 from .compiled import Compiled
+from .exchanged_roles import ExchangedRoles
 from .finding_sources import FindingSources
 from .knockout.experiment import Knockout
 from .knockout.graphs import Graphs
@@ -99,6 +100,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         Compiled(),
         SingleMessages(),
         Knockout(),
+        ExchangedRoles(),
         Fresh(),
         Bytes(),
         Causal(),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from captum_ssm.attr.call.layout import ImageProbe
 from captum_ssm.attr.call.targets import logits_of
+from captum_ssm.linear.norms import frozen_norms
 from captum_ssm.tracing import repaired_scans, trace
 
 from ..harness.experiment import Cell
@@ -52,6 +53,10 @@ def captum_maps() -> dict[Cell, Explain]:
         maps |= _of_pixels(kind.__name__, explain)
         if kind is not Saliency:  # which has no sign
             maps[Cell(kind.__name__, ABSOLUTE)] = absolute(explain)
+    held = "norms held, less the mean"
+    averaged = partial(_averaged, explain=_norms_held)
+    maps[Cell("InputXGradient", f"{held}, patches")] = averaged
+    maps[Cell("InputXGradient", f"{held}, {ABSOLUTE}")] = absolute(_norms_held)
     maps[Cell("FeatureAblation", "patches")] = _ablation
     return maps
 
@@ -119,6 +124,15 @@ def _gradients(model: nn.Module, image: Tensor, classes: Sequence[int], kind: An
     with repaired_scans(), torch.enable_grad():
         found = kind(_logits(model)).attribute(repeated, target=list(classes), **options)
     summed: Tensor = found.sum(1).detach()
+    return summed
+
+
+def _norms_held(model: nn.Module, image: Tensor, classes: Sequence[int]) -> Tensor:
+    """The gradient with the statistics of norms held, times the image less its mean colour."""
+    repeated = image.repeat(len(classes), 1, 1, 1).requires_grad_()
+    with repaired_scans(), torch.enable_grad(), frozen_norms():
+        found = Saliency(_logits(model)).attribute(repeated, target=list(classes), abs=False)
+    summed: Tensor = ((image - image.mean((2, 3), keepdim=True)) * found).sum(1).detach()
     return summed
 
 

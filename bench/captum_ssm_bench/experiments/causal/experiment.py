@@ -23,6 +23,7 @@ from captum_ssm.metrics import (
     spearman,
 )
 from captum_ssm.models.folders import VOCABULARY
+from captum_ssm.models.vmamba import VMamba
 from captum_ssm.models.vocabulary import WordVocabulary
 from captum_ssm.tracing import repaired_scans
 
@@ -75,6 +76,8 @@ CONFIRMING = (
 )
 #: Those of images, the first to choose on and the others to confirm.
 CHOOSING_IMAGES, CONFIRMING_IMAGES = ("scenes-vit",), ("scenes-vim", "scenes-vim-first")
+#: Another one of images, of two stages.
+IN_STAGES = ("scenes-vmamba",)
 
 
 class Questioned(Experiment):
@@ -115,6 +118,7 @@ class Causal(Questioned):
             "confirming": CONFIRMING,
             "choosing on images": CHOOSING_IMAGES,
             "confirming on images": CONFIRMING_IMAGES,
+            "images in stages": IN_STAGES,
         }
     )
     against = Cell("ExpectedGradients", "8 references")
@@ -129,6 +133,8 @@ class Causal(Questioned):
         return list(self.methods)
 
     def measure(self, model: nn.Module, example: Any, cell: Cell) -> Rows:
+        if cell.method == "LatimLogit" and isinstance(model, VMamba):
+            return {}  # which has maps of several sizes
         if self._latest is None or self._latest.question is not example:
             self._latest = Answers(model, example)
         answers, method = self._latest, self.methods[cell]
