@@ -13,7 +13,8 @@ from torch import nn
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from captum_ssm import EdgeEffects
+from captum_ssm import EdgeEffects, Edges, knock_out
+from captum_ssm.tracing import repaired_scans
 from captum_ssm_bench import EXPERIMENTS, Cell, Key, lines, load_bundled
 from captum_ssm_bench.experiments.knockout.experiment import (
     AS_IT_IS,
@@ -21,6 +22,7 @@ from captum_ssm_bench.experiments.knockout.experiment import (
     Drawn,
 )
 from captum_ssm_bench.experiments.knockout.held import scale_of
+from captum_ssm_bench.experiments.knockout.single import LARGEST, MESSAGES, asked, evenly, of_text
 
 KNOCKOUT = EXPERIMENTS["knockout"]
 ALL_HELD = Cell("all held")
@@ -110,3 +112,39 @@ def test_scales_are_those_of_norms(norm: nn.Module) -> None:
     x = torch.randn(2, 3, 6)
     centered = x - x.mean(-1, keepdim=True) if isinstance(norm, nn.LayerNorm) else x
     torch.testing.assert_close(scale_of(norm, x) * centered, norm(x))
+
+
+# --- messages drawn evenly -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["pairs-bamba", "pairs-rwkv-101", "two hops, delta rule"])
+def test_messages_are_cut_one_by_one(name: str) -> None:
+    edges = EXPERIMENTS["edges"]
+    (subject,) = (each for each in edges.subjects() if each.name == name)
+    model = subject.load(torch.device("cpu"))
+    inputs, target = asked(edges.example(subject, 0, 0)[2])
+    effects = EdgeEffects(model).attribute(inputs, target)
+    drawn = evenly(effects, torch.Generator().manual_seed(7))
+    assert len(set(drawn)) == MESSAGES and all(e.source <= e.target for e in drawn)
+    estimated, true, rounding = of_text(model, inputs, target, torch.Generator().manual_seed(7))
+
+    def number(*cut: Edges) -> float:
+        with torch.no_grad(), repaired_scans(), knock_out(model, *cut):
+            return float(model(input_ids=inputs).logits[(0, *target)])
+
+    for edge, x, y in zip(drawn, estimated, true, strict=True):
+        expected = float(effects.matrix(edge.layer)[0, edge.target, edge.source])
+        assert float(x) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        cut = Edges(edge.layer, edge.source, edge.target)
+        assert float(y) == pytest.approx(number() - number(cut), abs=float(rounding[0]) + 1e-4)
+
+
+def test_the_largest_are_those_of_all_texts() -> None:
+    """A circuit whose answer follows from few messages."""
+    edges = EXPERIMENTS["edges"]
+    (subject,) = (each for each in edges.subjects() if each.name == "recall, delta rule")
+    model, example = subject.load(torch.device("cpu")), edges.example(subject, 0, 0)
+    rows = edges.measure(model, example, edges.cells()[0])
+    assert (rows["all"]["n"], rows["largest"]["n"]) == (20 * MESSAGES, LARGEST)
+    x = np.array([rows["all"][f"estimated {i}"] for i in range(20 * MESSAGES)])
+    assert rows["largest"]["xx"] == pytest.approx((np.sort(abs(x))[-LARGEST:] ** 2).sum())

@@ -114,6 +114,16 @@ def test_nothing_to_draw(models: list[Tensor]) -> None:
         interval(mean, models)
 
 
+def test_an_interval_over_models_draws_models() -> None:
+    models = [torch.full((3, 1), float(x)) for x in range(9)]
+    models.append(torch.full((3, 1), float("nan")))  # which does not count
+    found = interval(mean, models, over_models=True)
+    spread = 1.96 * np.std(range(9)) / 3
+    assert float(found.value) == 4.0
+    assert float(found.high - found.low) == pytest.approx(2 * spread, rel=0.15)
+    assert float(interval(mean, models).high) == 4.0, "examples of a model are all alike"
+
+
 # --- groups and gains ------------------------------------------------------------------------
 
 
@@ -129,6 +139,12 @@ def test_a_group_is_the_mean_of_its_models_however_many_examples_each_has() -> N
         assert line.examples == 74
         assert line.entries["x"] == pytest.approx((2.5, 2.5, 2.5))
         assert line.entries["ratio"].value == pytest.approx((0.5 + 2) / 2)
+
+
+def test_a_group_has_an_interval_over_models_if_it_is_named() -> None:
+    found, table = results(lambda a, m, i: {"m": 1.0, "n": 4.0}[m], "mn"), Table()
+    table.over_models = ("pair",)
+    assert {line.entries["x"] for line in group_lines(table, found)} == {(2.5, 1.0, 4.0)}
 
 
 def test_a_row_that_one_model_lacks_is_left_out() -> None:
