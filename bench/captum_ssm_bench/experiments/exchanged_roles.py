@@ -9,7 +9,7 @@ Shapes: N other texts, S coalitions, R roles, L tokens, K draws.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from types import MappingProxyType
@@ -113,8 +113,9 @@ def _run(model: Any, ids: Tensor, watcher: Watcher) -> Tensor:
     with ExitStack() as stack:
         observe(model, find_mixers(model), (watcher,), stack, gradients=True, vouched=False)
         with torch.enable_grad():  # else factors have no graph, by which adapters tell them
-            logits: Tensor = model(input_ids=ids.to(device_of(model)), use_cache=False).logits
-    return logits[:, -1].detach().cpu()
+            logits = model(input_ids=ids.to(device_of(model)), use_cache=False).logits
+    last: Tensor = logits[:, -1].detach().cpu()
+    return last
 
 
 class Exchange:
@@ -147,7 +148,7 @@ class Exchange:
                     near = [torch.isclose(x, x[:1], atol=1e-6).flatten(1).all(1) for x in read]
                     same = torch.stack(near).all(0)
                     rows[:, place] = torch.where(same[rows[:, place]], 0, rows[:, place])
-        each, which = rows.unique(dim=0, return_inverse=True)
+        each, which = rows.unique(dim=0, return_inverse=True)  # type: ignore[no-untyped-call]
         found = []
         for some in each.split(_AT_ONCE):
             of = dict(zip(ROLES, some.mT, strict=True))
@@ -182,7 +183,7 @@ class ExchangedRoles(CountedRoles):
         *(Column(f"{role}, by the task", (f"right {role}",)) for role in TOLD),
         *(Column(f"at {role}", (f"at {role}",), "") for role in ROLES),
     )
-    baselines = (EXCHANGE.method,)
+    baselines: Collection[str] = (EXCHANGE.method,)
     examples = 40
 
     def __init__(self) -> None:

@@ -120,7 +120,7 @@ def _flow_maps() -> dict[Cell, ImageMap]:
             (ABSOLUTE, absolute(pixels)),
         ):
             maps[Cell(kind.__name__, name)] = ImageMap(explain)
-    default = {"kind": LatimFlow, "rule": "balanced"}
+    default: dict[str, Any] = {"kind": LatimFlow, "rule": "balanced"}
     maps[Cell("LatimFlow", "balanced, patches")] = ImageMap(partial(_each, **default))
     maps[Cell("LatimFlow", f"balanced, {ABSOLUTE}")] = ImageMap(
         absolute(partial(_pixels, **default))

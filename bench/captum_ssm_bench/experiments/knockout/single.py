@@ -6,8 +6,7 @@ Messages are drawn evenly, whatever their effect.  A model is one sample.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from captum_ssm.edges import Edge, EdgeEffects, Effects
 from captum_ssm.edges.truth import Interventions
 
+from ...circuits.programs import HARDENED, SEEN
 from ...harness.experiment import Cell, Column, Experiment, Subject
 from ...harness.records import Rows
 from ...harness.statistics import correlation, ratio
@@ -44,25 +44,17 @@ class SingleMessages(Experiment):
     )
     over_models = (BUNDLED, FRESH, CIRCUITS)
 
-    @cached_property
-    def _from(self) -> Mapping[str, Experiment]:
-        """By group, the experiment that has its models and texts."""
-        return {BUNDLED: Knockout(), FRESH: Fresh(), CIRCUITS: Compiled()}
-
-    @cached_property
-    def _subjects(self) -> Mapping[str, Sequence[Subject]]:
+    def __init__(self) -> None:
+        #: By group, the experiment that has its models and texts.
+        self._from = {BUNDLED: Knockout(), FRESH: Fresh(), CIRCUITS: Compiled()}
         language = Knockout.groups["language models"]
-        found = {group: each.subjects() for group, each in self._from.items()}
-        return {**found, BUNDLED: [each for each in found[BUNDLED] if each.name in language]}
-
-    @property
-    def groups(self) -> Mapping[str, Sequence[str]]:  # type: ignore[override]
-        """The models by where they come from."""
-        names = {group: tuple(s.name for s in each) for group, each in self._subjects.items()}
-        return MappingProxyType(names)
+        fresh = self._from[FRESH].groups["fresh"]
+        circuits = tuple(SEEN | HARDENED)
+        self.groups = MappingProxyType({BUNDLED: language, FRESH: fresh, CIRCUITS: circuits})
 
     def subjects(self) -> Sequence[Subject]:
-        return [subject for each in self._subjects.values() for subject in each]
+        subjects = {s.name: s for each in self._from.values() for s in each.subjects()}
+        return [subjects[name] for names in self.groups.values() for name in names]
 
     def cells(self) -> Sequence[Cell]:
         return [Cell("EdgeEffects")]
@@ -77,18 +69,13 @@ class SingleMessages(Experiment):
         generator = torch.Generator().manual_seed(0)
         found = [of_text(model, *asked(text), generator) for text in example]
         x, y, rounding = (torch.cat(each) for each in zip(*found, strict=True))
-        largest = x.abs().topk(LARGEST).indices
-        true = y.abs().topk(LARGEST).indices
-        rows = {}
-        for name, part in (("all", slice(None)), ("largest", largest)):
-            nothing = torch.full_like(x[part], math.nan)
-            rows[name] = sums_of(x[part], nothing, y[part], rounding[part])
-            rows[name] = {k: v for k, v in rows[name].items() if not math.isnan(v)}
-        rows["largest"]["found"] = float(torch.isin(largest, true).double().mean())
-        rows["all"]["found"] = math.nan
-        for i, (estimated, cut) in enumerate(zip(x.tolist(), y.tolist(), strict=True)):
-            rows["all"] |= {f"estimated {i}": estimated, f"true {i}": cut}
-        return rows
+        largest, true = (effects.abs().topk(LARGEST).indices for effects in (x, y))
+        share = float(torch.isin(largest, true).double().mean())
+        rows = {"all": (torch.arange(len(x)), math.nan), "largest": (largest, share)}
+        return {
+            name: {**sums_of(x[part], x[part], y[part], rounding[part]), "found": of_true}
+            for name, (part, of_true) in rows.items()
+        }
 
 
 def asked(text: Any) -> tuple[Tensor, Any]:
