@@ -15,6 +15,7 @@ pytest.importorskip("skimage")
 from bench_helpers.vision import GRID, MODELS, SIDE, scene_image
 from captum.attr import InputXGradient, IntegratedGradients, Saliency
 
+from captum_ssm.linear.norms import frozen_norms
 from captum_ssm_bench import Cell
 from captum_ssm_bench.experiments.image_baselines import (
     STEPS,
@@ -66,6 +67,25 @@ def check_captums_method(model: Any, image: Tensor, kind: Any) -> None:
     if kind is not Saliency:
         lengths = MAPS[Cell(kind.__name__, "patches, absolute")](model, image, ASKED)
         assert relative_error(lengths, patch_means(torch.stack(wanted).abs())) <= 1e-5
+
+
+def test_norms_are_held_and_the_mean_colour_is_none(model: Any) -> None:
+    """The gradient is that of the run whose norms keep their roots, along a small change."""
+    image = scene_image().double()
+    model, cell = model.double(), Cell("InputXGradient", "norms held, less the mean, patches")
+    with torch.no_grad():
+        whole = logits_of(model, image)[0]
+        wanted = torch.zeros(len(ASKED), *GRID)
+        for i in range(GRID[0]):
+            for j in range(GRID[1]):
+                change = torch.zeros_like(image)
+                place = (0, slice(None), slice(4 * i, 4 * i + 4), slice(4 * j, 4 * j + 4))
+                change[place] = (image - image.mean((2, 3), keepdim=True))[place]
+                with frozen_norms(model, image):
+                    changed = logits_of(model, image + 1e-6 * change)[0]
+                wanted[:, i, j] = ((changed - whole) / 1e-6 / 16)[ASKED]
+    found = MAPS[cell](model, image, ASKED)
+    assert relative_error(found, wanted.to(found)) <= 1e-4
 
 
 def test_ablation_gives_a_patch_the_mean_colour(model: Any) -> None:

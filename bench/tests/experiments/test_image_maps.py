@@ -42,6 +42,7 @@ CALLS: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {
     ),
     ("LatimLogit", "linearized"): (LatimLogit, {}),
     ("LatimFlow", "patches"): (LatimFlow, {"rule": "frozen"}),
+    ("LatimFlow", "balanced, patches"): (LatimFlow, {}),
     ("LatimFlow", "patches, against the mean class"): (
         LatimFlow,
         {"contrast": "mean", "rule": "frozen"},
