@@ -9,7 +9,7 @@ Shapes: N other texts, S coalitions, R roles, L tokens, K draws.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from types import MappingProxyType
@@ -104,7 +104,8 @@ def _through(
     if operator.component == "norm":
         by_head = len(norm.weight) == values.shape[-1]
         x = values if by_head else values.flatten(2)
-        return (x * scale_of(norm, x) * norm.weight).view_as(values)
+        normed: Tensor = x * scale_of(norm, x) * norm.weight
+        return normed.view_as(values)
     return operator.affine(values)
 
 
@@ -183,7 +184,7 @@ class ExchangedRoles(CountedRoles):
         *(Column(f"{role}, by the task", (f"right {role}",)) for role in TOLD),
         *(Column(f"at {role}", (f"at {role}",), "") for role in ROLES),
     )
-    baselines: Collection[str] = (EXCHANGE.method,)
+    baselines = (EXCHANGE.method,)
     examples = 40
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ Shapes: T answered tokens of one text, L tokens, D draws.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -65,7 +65,7 @@ class CountedRoles(LinkedTexts):
     """How often the first token by a role is one that a task gives this role."""
 
     columns = tuple(Column(role, (role,)) for role in TOLD)
-    baselines = (CHANCE.method, LOST.method)
+    baselines: Collection[str] = (CHANCE.method, LOST.method)
     groups = MappingProxyType(
         {
             "recall": ("recall-mamba", "pairs-mamba", "pairs-mamba2", "pairs-gated-deltanet"),
