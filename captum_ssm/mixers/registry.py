@@ -234,9 +234,10 @@ def how_to() -> str:
     """Return the page on writing adapters: its address, or its path in an uninstalled checkout."""
     page = "docs/howto/adding_an_architecture.md"
     try:
-        return f"{metadata('captum_ssm')['Home-page']}/blob/main/{page}"
+        address = metadata("captum_ssm")["Home-page"]
     except PackageNotFoundError:
-        return page
+        address = None
+    return f"{address}/blob/main/{page}" if address else page
 
 
 def what_is_served() -> str:
