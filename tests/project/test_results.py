@@ -17,6 +17,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = (
     "results.md",
     "results/interventions.md",
+    "results/roles.md",
     "results/compiled.md",
     "results/cuts.md",
     "methods/index.md",
