@@ -171,7 +171,7 @@ class Chain(Composite):
         return sum_strips(self._by_blocks(left, band, rows), rows)
 
     def _by_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[Strip]:
-        """Yield strips whose sum is that of :meth:`entries`, one per block of heads.
+        """Yield strips that sum to the result of :meth:`entries`, one per block of heads.
 
         So only one block's factors are in memory. A block has at least half as many heads as there
         are rows, because each strip costs time to allocate and to add.

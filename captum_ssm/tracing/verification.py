@@ -54,7 +54,7 @@ _FACTORS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)
 def tolerance_for(output: Tensor, module: nn.Module | None = None) -> float:
     """Return the largest accepted error max|a - b| / max|b| of an operator's output.
 
-    It is that of the least precise among the dtypes of output, parameters and autocast, and grows
+    The least precise dtype decides: of the output, the parameters or autocast. The error may grow
     with the number of tokens.
 
     Args:

@@ -26,7 +26,6 @@ FOUND = ("mamba", "mamba2", "recurrent_gemma", "rwkv7", "minimax", "lfm2", "vim"
 #: some ten times what rounding moves.
 SEEN = 1e-5
 
-
 #: What a coefficient is multiplied with; more than 1 would make some decays grow.
 OFF = 0.99
 

@@ -259,7 +259,7 @@ class SSMLLMAttribution(Attribution):
         last = [length + span.stop - 1 for span in spans]
         self._check_order(torch.cat([hops[0].prompt, hops[0].text[:, :-1]], 1), last)
         if self._is_bidirectional is None and _adds_up(method) and len(text) > 1:
-            # no span had later tokens, so look at those of the first token's output
+            # no span had later tokens: check those after the first token
             few = ids if "additional_forward_args" in options else ids[:, :_FEW]
             row = method.decompose(few, (-few.shape[1], int(text[0])), **rest)
             self._check_order(row.tokens.detach().cpu(), [1])

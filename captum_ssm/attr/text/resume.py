@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,8 +64,8 @@ def kept(
             )
         write_whole(note, of)
     answer: Row | None = None
-    steps = shown(range(total))
-    for number in itertools.count():
+    steps, number = shown(range(total)), 0
+    while True:
         next(steps, None)
         try:
             question = next(questions) if answer is None else questions.send(answer)
@@ -74,6 +73,7 @@ def kept(
             result: T = stop.value
             return result
         path = None if folder is None else folder / f"{number:06d}.pt"
+        number += 1
         if path is not None and path.exists():
             answer = SavedRow(**torch.load(path, weights_only=True))
             continue
@@ -82,7 +82,6 @@ def kept(
             answer = SavedRow(answer.tokens.cpu(), answer.bias.cpu(), answer.output.cpu())
             with replacing(path) as beside:
                 torch.save(vars(answer), beside)
-    raise AssertionError
 
 
 def fingerprint(model: nn.Module, options: Mapping[str, Any], *parts: Any) -> str:

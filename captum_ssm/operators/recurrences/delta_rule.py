@@ -199,7 +199,7 @@ class DeltaRule(ChunkedHeads):
     def _corrected(self, part: slice, length: int) -> Corrected:
         """Return chunks of the tokens ``part`` after solving each chunk's triangular system.
 
-        Reads and writes are then those of corrected values, see :class:`.Corrected`.
+        Reads and writes then hold corrected values, see :class:`.Corrected`.
         """
 
         def cut(x: Tensor) -> Tensor:
