@@ -19,7 +19,6 @@ from captum_ssm.edges.truth import Interventions
 from ...circuits.programs import HARDENED, SEEN
 from ...harness.experiment import Cell, Column, Experiment, Subject
 from ...harness.records import Rows
-from ...harness.statistics import correlation, ratio
 from ..causal.fresh import Fresh
 from ..compiled import Asked, Compiled
 from ..linked_texts import device_of
@@ -37,9 +36,7 @@ class SingleMessages(Experiment):
     title = "Estimated effects of single messages against true cuts"
     examples = 1
     columns = (
-        Column("r", ("n", "x", "y", "xx", "yy", "xy"), statistic=correlation),
-        Column("signs", ("agreed", "counted"), statistic=ratio),
-        Column("error", ("off", "size"), "low", ratio),
+        *(column for column in Knockout.columns if column.name in ("r", "signs", "error")),
         Column("largest found", ("found",)),
     )
     over_models = (BUNDLED, FRESH, CIRCUITS)
