@@ -32,6 +32,7 @@ class Core:
         at_rest: the gate's value for an input of 0. Default: 0.
         result: the kernel's output, if there is a gate. Default: None.
         mapped: the kernel's output after a linear map, if there is a gate. Default: None.
+        softmax: whether the kernel is softmax attention. Default: False.
         key: a key that identifies this object among all that divide relevance.
     """
 
@@ -43,6 +44,7 @@ class Core:
     at_rest: float = 0.0
     result: Tensor | None = None
     mapped: Tensor | None = None
+    softmax: bool = False
     key: object = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,7 +70,7 @@ class Core:
     def averaged(self, up: Tensor) -> dict[str, Tensor]:
         """Return gradients at the factors in ``live``: averages over nodes, times the shares."""
         rule, live = self.reading.mode.rule, self.live
-        family, nodes, found = FAMILY[rule], nodes_of(rule), dict[str, Tensor]()
+        family, nodes, found = FAMILY[rule], nodes_of(rule, self.softmax), dict[str, Tensor]()
         for node in nodes:
             for name, gradient in self._at(node, up, live).items():
                 part = gradient * (family[self.role(name)].share / len(nodes))
@@ -86,7 +88,8 @@ class Core:
             if self.gate is None:
                 return self._back(out, at, names, up)
             gate = self.gate.detach()
-            gate = self.at_rest + (gate - self.at_rest) * node
+            if FAMILY[self.reading.mode.rule]["gate"].reference == "rest":
+                gate = self.at_rest + (gate - self.at_rest) * node
             to_result, map_back = self._map(up * gate)
             found = self._back(out, at, names, to_result)
             if _GATE in live:
@@ -123,7 +126,7 @@ class Core:
 
     def _between(self, name: str, factor: Tensor, node: float) -> Tensor:
         role, dim = self.roles[name]
-        reference = FAMILY[self.reading.mode.rule][role].reference
+        reference = FAMILY[self.reading.mode.rule][role].compared_with(self.softmax)
         if reference == "own":
             return factor
         if reference == "rest":

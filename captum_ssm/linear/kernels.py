@@ -74,6 +74,22 @@ _LAST = frozenset(("return_last_state", "return_final_states", "output_final_sta
 
 def _vectors(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
     """Call a kernel whose arguments are vectors (B, L, ...), with roles by argument name."""
+    return _by_name(reading, kernel, args, given, softmax=False)
+
+
+def _softmax_vectors(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """Call a kernel of softmax attention, as :func:`_vectors` does."""
+    return _by_name(reading, kernel, args, given, softmax=True)
+
+
+def _by_name(
+    reading: Reading,
+    kernel: Callable[..., Any],
+    args: tuple[Any, ...],
+    given: dict[str, Any],
+    *,
+    softmax: bool,
+) -> Any:
     names = "q", "k", "p", "query", "key"
     called = functools.partial(kernel, *args, **given)
     if not _bind(kernel, args, given):
@@ -98,7 +114,7 @@ def _vectors(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: 
         found: Tensor = out
         return found
 
-    y = reading.moved(run, roles, factors)
+    y = reading.moved(run, roles, factors, softmax)
     rest = [_unread(x) for x in rest]
     y = y if z is None else y * F.silu(z)
     return (y, *rest) if rest else y
@@ -403,7 +419,7 @@ def attention(
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return kernel(query, key, value, *args, **kwargs)
 
-    return reading.moved(run, _PAIRS, {"query": query, "key": key, "value": value})
+    return reading.moved(run, _PAIRS, {"query": query, "key": key, "value": value}, softmax=True)
 
 
 def _of_content(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
@@ -414,7 +430,7 @@ def _of_content(reading: Reading, kernel: Callable[..., Any], *args: Any, **give
 
 #: Names of flash-linear-attention's kernels; each kernel has several of the forms below.
 _OF_FLA = """
-retention gla simple_gla linear_attn delta_rule comba forgetting_attn
+retention gla simple_gla linear_attn delta_rule comba
 """
 _OF_GATED_DELTA = "gated_delta_rule kda"
 _FOR_CONTENT = "based gsa hgrn lightnet"
@@ -437,14 +453,20 @@ ENTRIES: dict[str, Entry] = {
     "torch_recurrent_gated_delta_rule": _delta,
     "chunk_kimi_delta_attention": _delta,
     "recurrent_kimi_delta_attention": _delta,
-    "flash_attn_func": _vectors,
+    "flash_attn_func": _softmax_vectors,
+    **{f"{form}_forgetting_attn": _softmax_vectors for form in _FORMS},
     **{f"{form}_{name}": _vectors for name in _OF_FLA.split() for form in _FORMS},
     **{f"{form}_{name}": _delta for name in _OF_GATED_DELTA.split() for form in _FORMS},
     **{f"{form}_{name}": _of_content for name in _FOR_CONTENT.split() for form in _FORMS},
 }
 #: Entries of kernels that continue from a cache, and state arguments that other entries accept.
 _STEPS = (_conv_step, _scan_step)
-_WITH_CACHE = {_vectors: _STATES | _LAST, _delta: _STATES | _LAST, _selective_scan: _LAST}
+_WITH_CACHE = {
+    _vectors: _STATES | _LAST,
+    _softmax_vectors: _LAST,
+    _delta: _STATES | _LAST,
+    _selective_scan: _LAST,
+}
 
 
 def _entered(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

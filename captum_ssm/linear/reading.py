@@ -105,7 +105,11 @@ class Reading:
             return kernel(*args, **kwargs)
 
     def moved(
-        self, run: Callable[..., Tensor], roles: Roles, factors: Mapping[str, Tensor]
+        self,
+        run: Callable[..., Tensor],
+        roles: Roles,
+        factors: Mapping[str, Tensor],
+        softmax: bool = False,
     ) -> Tensor:
         """Return a kernel's result; the graph is linear, or divides relevance by the rule.
 
@@ -113,10 +117,11 @@ class Reading:
             run: a function that calls the kernel with the factors as keyword arguments.
             roles: the roles of the factors.
             factors: the factors by name.
+            softmax: whether the kernel is softmax attention. Default: False.
         """
         self._mixes |= len(roles) > 1
         if self.mode.divides and len(roles) > 1:
-            return self._shared(run, roles, factors)
+            return self._shared(Core(self, run, roles, dict(factors), softmax=softmax))
         contents = [name for name, (role, _) in roles.items() if role == "content"]
         with unseen():
             out = run(
@@ -130,14 +135,8 @@ class Reading:
         """Return ``x``, from which keys and steps are computed; detached if they get no share."""
         return x if self.mode.divides else x.detach()
 
-    def _shared(
-        self, run: Callable[..., Tensor], roles: Roles, factors: Mapping[str, Tensor]
-    ) -> Tensor:
-        """Return a kernel's result, whose gradient is divided among the factors by the rule.
-
-        The arguments are those of :meth:`moved`.
-        """
-        core = Core(self, run, roles, dict(factors))
+    def _shared(self, core: Core) -> Tensor:
+        """Return a kernel's result, whose gradient is divided among the factors by the rule."""
         out = divided(core)
         if out.grad_fn is not None:  # so that product() finds the kernel behind a gate
             self._cores[out.grad_fn] = core, out

@@ -27,13 +27,16 @@ from ..operators.coefficients import (
     live_coefficients,
     vjp,
 )
+from ..operators.heads import ScoredHeads, SoftmaxHeads
 from ..operators.kernels.arithmetic import full_precision
 from .constants import Ledger
 
 #: The roles that get relevance. ``"frozen"``: content. ``"half"``: content and gates.
 #: ``"centered"``: also keys, queries and steps; of keys and queries only the difference from their
-#: mean so far counts. ``"balanced"``: the gradient, in full for content and half for the others.
+#: mean so far counts. ``"balanced"``: the gradient, in full for content and half for the others;
+#: of keys and queries of softmax attention, as for ``"centered"``.
 Rule = Literal["frozen", "half", "centered", "balanced"]
+Reference = Literal["rest", "mean", "own"]
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,21 @@ class Share:
             an input of 0. ``"mean"``: the mean of all tokens so far. ``"own"``: the factor
             itself, so the derivative is local.
         share: the scalar that multiplies the average derivative.
+        in_softmax: the reference of keys and queries in softmax attention, which depends on the
+            differences of scores only. Default: None, ``reference``.
     """
 
-    reference: Literal["rest", "mean", "own"]
+    reference: Reference
     share: float
+    in_softmax: Reference | None = None
+
+    def compared_with(self, softmax: bool) -> Reference:
+        """Return the reference in softmax attention, or in other operators."""
+        return self.in_softmax or self.reference if softmax else self.reference
 
 
 _ALL, _ABOVE_MEAN, _AS_IT_IS = Share("rest", 1.0), Share("mean", 0.5), Share("own", 0.5)
-_BESIDE_CONTENT: tuple[Role, ...] = ("gate", "key", "query", "step")
+_MATCHED = Share("own", 0.5, in_softmax="mean")
 
 #: The share of each role, by rule; roles that are not named get none.
 FAMILY: Mapping[Rule, Mapping[Role, Share]] = {
@@ -65,19 +75,34 @@ FAMILY: Mapping[Rule, Mapping[Role, Share]] = {
         "query": _ABOVE_MEAN,
         "step": _AS_IT_IS,
     },
-    "balanced": {"content": Share("own", 1.0), **dict.fromkeys(_BESIDE_CONTENT, _AS_IT_IS)},
+    "balanced": {
+        "content": Share("own", 1.0),
+        "gate": _AS_IT_IS,
+        "key": _MATCHED,
+        "query": _MATCHED,
+        "step": _AS_IT_IS,
+    },
 }
 
 
-def nodes_of(rule: Rule) -> tuple[float, ...]:
+def nodes_of(rule: Rule, softmax: bool) -> tuple[float, ...]:
     """Return the points between references (0) and factors (1) at which derivatives are taken.
 
     These are the two Gauss nodes, which are exact for products of up to four factors. If every
     factor is its own reference, the only node is 1.
+
+    Args:
+        rule: the rule.
+        softmax: whether there is softmax attention among the operators.
     """
-    if all(share.reference == "own" for share in FAMILY[rule].values()):
+    if all(share.compared_with(softmax) == "own" for share in FAMILY[rule].values()):
         return (1.0,)
     return tuple(0.5 + side / 12**0.5 for side in (-1, 1))
+
+
+def is_softmax(operator: Operator) -> bool:
+    """Return True if the operator is softmax attention."""
+    return isinstance(operator, SoftmaxHeads | ScoredHeads)
 
 
 class Labels:
@@ -184,7 +209,7 @@ class _Outer:
 
     def averaged(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return gradients at values and factors: averages over nodes, multiplied by the shares."""
-        shares, found, count = FAMILY[self.rule], Gradients(), len(nodes_of(self.rule))
+        shares, found, count = FAMILY[self.rule], Gradients(), len(self._nodes())
         stack = (gradient / count).expand(count, *gradient.shape)
         of_values = self._back(x)(stack, found).sum(0)
 
@@ -194,15 +219,21 @@ class _Outer:
         of_factors = [shared(found[leaf][name], leaf.roles[name]) for leaf, name in self.chosen]
         return shared(of_values, "content"), of_factors
 
+    def _nodes(self) -> tuple[float, ...]:
+        return nodes_of(self.rule, any(is_softmax(leaf) for leaf, _ in self.chosen))
+
     def _back(self, x: Tensor) -> Back:
         """Return the backward function at all nodes, cached if several passes need it."""
         if self._known:
             return self._known[0]
         # made on the device: numbers of the host would be waited for
-        at = nodes_of(self.rule)
+        at = self._nodes()
         each = torch.linspace(at[0], at[-1], len(at), dtype=x.dtype, device=x.device)
         nodes = each.view(-1, *(1,) * x.dim())
-        _, back = vjp(self.operator, nodes * x, self._factors_at(nodes.flatten()), nodes)
+        own = FAMILY[self.rule]["content"].reference == "own"
+        of_values = torch.ones_like(nodes) if own else nodes
+        moved = self._factors_at(nodes.flatten())
+        _, back = vjp(self.operator, of_values * x, moved, of_values)
         if self.labels.several:
             self._known.append(back)
         return back
@@ -217,7 +248,7 @@ class _Outer:
         follow_mask(self.operator, self.mask, masks)
         moved: dict[Operator, dict[str, Tensor]] = {}
         for leaf, name in self.chosen:
-            reference = FAMILY[self.rule][leaf.roles[name]].reference
+            reference = FAMILY[self.rule][leaf.roles[name]].compared_with(is_softmax(leaf))
             if reference == "own":
                 continue
             factor = leaf.live[name].detach()

@@ -26,10 +26,12 @@ DIVIDED = {
     "centered": {
         "content": ("zero", 1.0), "gate": ("zero", 1.0), "sigmoid gate": ("one half", 1.0),
         "key": ("mean", 0.5), "query": ("mean", 0.5), "step": ("own", 0.5),
+        "softmax key": ("mean", 0.5), "softmax query": ("mean", 0.5),
     },
     "balanced": {
         "content": ("own", 1.0),
         **{role: ("own", 0.5) for role in ("gate", "sigmoid gate", "key", "query", "step")},
+        "softmax key": ("mean", 0.5), "softmax query": ("mean", 0.5),
     },
 }  # fmt: skip
 
@@ -325,7 +327,8 @@ def softmax_attention(module: Any, entering: Tensor) -> tuple[Factors, Outer]:
         weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
         return module.o_proj(torch.einsum("bhij,bjhp->bihp", weights, v).flatten(2))
 
-    return _with_roles({"v": v, "query": query, "key": key}), returned
+    factors = {"v": (v, "content")}
+    return factors | {"query": (query, "softmax query"), "key": (key, "softmax key")}, returned
 
 
 def _with_roles(factors: dict[str, Tensor]) -> Factors:

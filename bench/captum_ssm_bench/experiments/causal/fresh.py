@@ -43,6 +43,15 @@ def _flow(answers: Answers, rule: str, name: str) -> Tensor:
     return methods._ours(answers, LatimFlow, rule=rule, **given)
 
 
+def _calibrated(answers: Answers) -> Tensor:
+    """Balanced, times one factor: the sum is the output's difference from that at the own mean."""
+    found, points = _flow(answers, "balanced", OWN), answers.points(answers.question.inputs)
+    with torch.no_grad():
+        output, base = answers.output(torch.cat([points, _baseline(answers, points, OWN)]))
+    factor = float(output - base) / float(found.sum())
+    return found * factor if factor > 0 else found
+
+
 def _both(answers: Answers) -> Tensor:
     """Balanced and expected gradients, of one size each."""
     each = (_flow(answers, "balanced", OWN), methods._expected_gradients(answers, 8))
@@ -81,6 +90,7 @@ ROWS: Mapping[Cell, Method] = MappingProxyType(
             for rule in FAMILY
             for name in (("",) if rule in ("frozen", "half") else (OWN, KINDS))
         },
+        Cell("LatimFlow", "balanced, calibrated"): Method(_calibrated, 2, 1),
         Cell("LatimFlow", "balanced, with ExpectedGradients"): Method(_both, 9, 9),
         **{
             cell: method
