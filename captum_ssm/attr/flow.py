@@ -205,8 +205,9 @@ class LatimFlow(FlowMethod):
                 content (the values that the mixer moves). ``"half"``: equally to content and
                 gates, as in layer-wise relevance propagation. ``"centered"``: also to steps, and to
                 keys and queries by their excess over the average so far. ``"balanced"``: the
-                gradient, whole for content and half for all other factors. Default: None,
-                ``"balanced"`` for LatimFlow, and ``"half"`` for MambaLRP.
+                gradient, whole for content and half for all other factors; keys and queries of
+                softmax attention as with ``"centered"``. Default: None, ``"balanced"`` for
+                LatimFlow, and ``"half"`` for MambaLRP.
             baselines: the reference input, whose contribution counts as a constant. A tensor
                 broadcastable to the embeddings, a number, or ``"mean"``, each example's mean over
                 unpadded tokens or pixels. For several inputs, a tuple. Default: None, which is

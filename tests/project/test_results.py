@@ -37,13 +37,13 @@ EXCEPTIONS = {
     "gpus_and_sharded_models.md": {"0.1", "0.05"},  # bounds of checks
     "latim.md": {"0.9"},  # an example of a share
     "speed.md": {"3.5"},  # a bound of a check
-    "README.md": {"0.56", "0.62"},  # see QUOTED
+    "README.md": {"0.61", "0.62"},  # see QUOTED
 }
 _FRESH = "fresh-models; fresh (63 models)"
 #: What README.md says, and its record.
 QUOTED = {
-    "ρ = 0.56 with Shapley values": f"{_FRESH}; LatimFlow, balanced, own mean; ρ",
-    "highest score in 88 %": f"{_FRESH}; LatimFlow, balanced, own mean; source first; .0%",
+    "ρ = 0.61 with Shapley values": f"{_FRESH}; LatimFlow, balanced, own mean; ρ",
+    "highest score in 86 %": f"{_FRESH}; LatimFlow, balanced, own mean; source first; .0%",
     "64 passes for 0.62": f"{_FRESH}; ExpectedGradients, 32 references; ρ",
     "0.62 and 74 %": f"{_FRESH}; ExpectedGradients, 32 references; source first; .0%",
     "is first in 95 %": f"{_FRESH}; LatimFlow, frozen; source first; .0%",

@@ -65,10 +65,12 @@ def test_the_model_of_bytes_is_one_model(tmp_path: Path, monkeypatch: pytest.Mon
         for row in ROWS:
             for index, value in enumerate(values):
                 numbers = {**dict.fromkeys(decision.COLUMNS, 0.0), "spearman": value}
+                numbers |= {"off_the_sum": 2 * value, "size_of_the_sum": 4 * value}
                 records.append(Key(experiment, model, *row, 0, index), {"": numbers})
     for with_bytes, expected in ((False, [0.2]), (True, [0.2, 0.5])):
         found = decision.read(tmp_path, with_bytes=with_bytes)
         assert found["spearman"][FROZEN].tolist() == pytest.approx(expected)
+        assert found["off_the_sum"][FROZEN].tolist() == pytest.approx([0.5] * len(expected))
 
 
 def test_claims_are_differences_with_bounds(tmp_path: Path):

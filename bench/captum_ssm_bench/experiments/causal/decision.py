@@ -28,7 +28,15 @@ from ...training.fresh import stored
 from .fresh import BASELINE, ROWS, Fresh
 
 #: Columns by the names that records and the table give them.
-COLUMNS = {"spearman": "ρ", "pearson": "r", "insertion": "insertion", "top1": "source first"}
+COLUMNS = {
+    "spearman": "ρ",
+    "pearson": "r",
+    "insertion": "insertion",
+    "top1": "source first",
+    "off_the_sum": "error of the sum",
+}
+#: The column that the error of the sum is a share of.
+_SIZE = "size_of_the_sum"
 #: Rows with at least this share of the best source first may become the default.
 _SHARE = 0.9
 #: "Not below" needs a lower bound of at least this.
@@ -59,7 +67,7 @@ def read(folder: str | Path, *, with_bytes: bool = False) -> Numbers:
 
     The model of bytes (part D) is one model, whatever mechanisms it answers.
     """
-    found: dict[str, dict[Cell, dict[str, list[float]]]] = {name: {} for name in COLUMNS}
+    found: dict[str, dict[Cell, dict[str, list[float]]]] = {name: {} for name in (*COLUMNS, _SIZE)}
     for experiment in ("fresh", "bytes")[: 1 + with_bytes]:
         for key, rows in Records(Path(folder) / experiment):
             for name, cells in found.items():
@@ -68,13 +76,15 @@ def read(folder: str | Path, *, with_bytes: bool = False) -> Numbers:
                 cell.setdefault(model, []).append(rows[""][name])
     known = (*stored(), "bytes")
     models = [m for m in known if all(m in found["spearman"].get(row, {}) for row in ROWS)]
-    return {
+    numbers = {
         name: {
             row: torch.tensor([fmean(cells[row][m]) for m in models], dtype=torch.float64)
             for row in ROWS
         }
         for name, cells in found.items()
     }
+    sizes, errors = numbers.pop(_SIZE), numbers["off_the_sum"]
+    return {**numbers, "off_the_sum": {row: errors[row] / sizes[row] for row in ROWS}}
 
 
 def over_models(values: Tensor) -> Interval:
