@@ -302,8 +302,9 @@ class _JoinSearch:
         """Return True if noise still changes the run when the residual streams are restored.
 
         A replay has noise in the outputs of ``joins`` alone, and overwrites each stream that was
-        found with its value without noise. Then nothing may change: no layer's input, not the
-        output, and not the stream at tokens without noise.
+        found with its value without noise. Then nothing may change: not the output, not the stream
+        at tokens without noise, and no layer's input, except for a norm of the stream that the
+        layer read before the stream was seen.
         """
         slots, before = self.slots, self.unchanged
         self.slots = {k: slots[k] for each in joins for k in each.members}
@@ -311,6 +312,7 @@ class _JoinSearch:
         # a fused kernel returns the stream and a norm of it: all outputs of its call are restored
         calls = {key[:3] for key in joined_at if key is not None and not key[2]}
         changes: list[Tensor] = []
+        early: dict[int, Tensor] = {}  # streams with noise, by the layers that ran before them
 
         def put_back(key: _Key, x: Tensor) -> None:
             if key in joined_at or key[:3] in calls:
@@ -319,12 +321,16 @@ class _JoinSearch:
                     noisy = torch.stack([self.slots[k].on for k in each.members]).any(0)
                     now, then = each.found.reading(x), each.found.reading(real)
                     changes.append((changed(now, then) & ~noisy.to(x.device)).any())
+                    if ran := range(max(each.members) + 1, self.ran):
+                        early.update(dict.fromkeys(ran, now.clone()))
                 x.detach().copy_(real)
 
         entering, output = self._replayed(put_back)
         self.slots = slots
-        pairs = zip([*entering, output], before, strict=True)
-        changes += [changed(x, y).any() for x, y in pairs]
+        for k, (x, y) in enumerate(zip([*entering, output], before, strict=True)):
+            stream = early[k].to(x.device) if k in early else None
+            if stream is None or stream.shape != x.shape or norm_of(stream, x, None) is None:
+                changes.append(changed(x, y).any())
         return bool(torch.stack([x.to(self.leaves[0].device) for x in changes]).any())
 
     # --- one join --------------------------------------------------------------------------

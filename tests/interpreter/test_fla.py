@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import fla_checks, interpreted
+from helpers.every_method import METHODS, named
 from helpers.marks import slow_but
+from oracles import relative_error
 from torch import nn
-from zoo import fla_references
+from zoo import fla_cpu, fla_references
 from zoo.fla_cpu import FLA
 
 from captum_ssm import LatimFlow
@@ -118,16 +120,19 @@ def test_packed_sequences(fla: FLA, family: str) -> None:
     assert all(torch.equal(layer.linear.mask, mask.bool()) for layer in layers)
 
 
-@pytest.mark.parametrize("family", ["GLA", "RWKV6", "RWKV7", "DeltaNet", "Mamba2"])
-@pytest.mark.parametrize("fused", [True, False])
-def test_flow(fla: FLA, family: str, fused: bool) -> None:
-    """Through the rest of the network, whose kernels fold into torch's functions."""
-    options = {"fuse_norm": fused, "norm_eps": fla_checks.EPS}
-    options |= {"fuse_swiglu": fused} if "RWKV" not in family else {}
-    model = fla.model(family, **FAMILIES[family] | options | {"num_hidden_layers": 2})
+@named(METHODS, (LatimFlow,))
+@pytest.mark.parametrize(
+    "family",
+    ["GLA", "RetNet", "HGRN2", "RWKV6", "RWKV7", "DeltaNet", "GatedDeltaNet", "Mamba2"],
+)
+def test_every_method(fla: FLA, family: str, method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By kernels as by fla's references."""
+    model = fla.model(family, **FAMILIES[family] | {"norm_eps": fla_checks.EPS})
     ids, mask = torch.randint(19, (2, 9)), fla_checks.side_mask([9, 5], 9)
-    found, delta = LatimFlow(model).attribute(ids, (-1, 3), mask, return_convergence_delta=True)
-    assert delta.abs().max() <= 1e-5 and found[mask == 1].any()
+    asked: dict[str, Any] = {"target": (-1, 3), "additional_forward_args": mask}
+    found = method(model).attribute(ids, **asked)
+    fla_cpu.install(monkeypatch)
+    assert relative_error(found, method(model).attribute(ids, **asked)) <= 1e-4
 
 
 #: Families by the signature of their kernels, with the rules that read them.

@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 from helpers import interpreted
+from helpers.every_method import METHODS, named
 from helpers.marks import slow_but
 from oracles import relative_error
 from torch import nn
+from zoo import mamba_ssm_cpu
 from zoo.mamba import randomise
 from zoo.mamba_ssm_cpu import MambaSSM
 
-from captum_ssm import LatimFlow, trace
+from captum_ssm import LatimALTI, LatimFlow, trace
 from captum_ssm.linear import reading
 
 #: The fused path takes channels of the convolution by eights only.
@@ -64,15 +66,22 @@ def test_single_steps(mamba_ssm: MambaSSM, kind: str) -> None:
     assert relative_error(record.layers[0].linear.output(), torch.cat(steps, 1)) <= 1e-5
 
 
+@named(METHODS, (LatimFlow, LatimALTI))
 @pytest.mark.parametrize("layer", ["Mamba1", "Mamba2"])
-@pytest.mark.parametrize("options", [{}, {"fused_add_norm": True}, {"rms_norm": False}], ids=str)
-def test_flow(mamba_ssm: MambaSSM, layer: str, options: dict[str, Any]) -> None:
-    """Through norms that are kernels, alone or with the sum before them."""
-    model: nn.Module = randomise(mamba_ssm.make_lm(8, ssm_cfg={"layer": layer}, **options))
-    found, delta = LatimFlow(model).attribute(
-        torch.randint(16, (2, 7)), (-1, 3), return_convergence_delta=True
+def test_every_method(
+    mamba_ssm: MambaSSM, layer: str, method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms may be kernels, alone or with the sum before them."""
+    plain, fused = (
+        randomise(mamba_ssm.make_lm(8, ssm_cfg={"layer": layer}, fused_add_norm=x))
+        for x in (False, True)
     )
-    assert delta.abs().max() <= 1e-5 and found.any()
+    fused.load_state_dict(plain.state_dict())
+    ids, asked = torch.randint(16, (2, 7)), {"target": (-1, 3)}
+    found = [method(model).attribute(ids, **asked) for model in (plain, fused)]
+    mamba_ssm_cpu.install(monkeypatch, causal_conv1d=True)
+    wanted = method(plain).attribute(ids, **asked)
+    assert all(relative_error(x, wanted) <= 1e-5 for x in found)
 
 
 @pytest.mark.parametrize("rule", slow_but(("frozen",), ("frozen", "half", "centered", "balanced")))
