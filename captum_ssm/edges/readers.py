@@ -92,14 +92,14 @@ class Readers:
     """Computes effects of one layer's messages through the norms that read the layer's output."""
 
     def __init__(self, layer: Layer, norms: Sequence[NormReader]) -> None:
-        self._messages = Contributions(layer)
-        like = self._messages.weight
-        self.norms = [norm.each(lambda x: x.to(like)) for norm in norms]
+        self._layer = layer
+        self.norms = [norm.each(lambda x: x.to(layer.linear.values)) for norm in norms]
 
     def rows(self, index: Tensor) -> Tensor:
         """Return the effects (B, q, L) of all messages to the tokens at ``index`` (B, q)."""
-        found = self.norms[0].stream.new_zeros(*index.shape, self._messages.shape.tokens)
-        for tile in tiles([self._messages], index):
+        messages = Contributions(self._layer)  # not kept: it copies weights in half precision
+        found = self.norms[0].stream.new_zeros(*index.shape, messages.shape.tokens)
+        for tile in tiles([messages], index):
             found[:, tile.queries, tile.sources] = self.lost(tile.vectors, index[:, tile.queries])
         return found
 

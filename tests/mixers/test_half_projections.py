@@ -1,4 +1,4 @@
-"""A GPU multiplies weights in bfloat16 as they are; the products are those of float32."""
+"""Products with weights in half precision are those of float32; no float32 copy of them stays."""
 
 from __future__ import annotations
 
@@ -51,6 +51,13 @@ def test_no_projection_is_copied(device: StandIn, family: str, call: str) -> Non
     assert relative_error(found.cpu(), wanted) <= (2**-4 if "centered" in call else 2**-6)
 
 
+class Casting(nn.Sequential):
+    """It converts its input to the dtype of its weight, as PEFT's modules do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self[0].weight.dtype))
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_product_is_that_of_float32(device: StandIn, bias: bool) -> None:
     """Forward and backward, though neither the values nor the gradient are bfloat16."""
@@ -62,6 +69,7 @@ def test_a_product_is_that_of_float32(device: StandIn, bias: bool) -> None:
     for project in (
         lambda x: run(module, x),
         lambda x: run(nn.Sequential(module), x),
+        lambda x: run(Casting(module), x),
         lambda x: linear(x, module.weight, module.bias),
     ):
         leaf = x.to("cuda").requires_grad_()
@@ -93,11 +101,15 @@ def test_hooks_and_adapters_take_part(device: StandIn) -> None:
         assert "forward" not in vars(module)
 
 
-def test_an_output_projection_is_the_weight_itself(device: StandIn) -> None:
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_output_projection_is_the_weight_itself(
+    device: StandIn, dtype: torch.dtype, place: str
+) -> None:
     """What lasts after the run takes no memory of its own."""
-    model = budgets.FAMILIES["Mamba"](1).bfloat16().to("cuda")
+    model = budgets.FAMILIES["Mamba"](1).to(place, dtype)
     with torch.no_grad(), trace(model) as record:
-        model(torch.zeros(1, 5, dtype=torch.long, device="cuda"))
+        model(torch.zeros(1, 5, dtype=torch.long, device=place))
     (layer,) = record.layers
     found, weight = projection_of(layer.linear), layer.mixer.module.out_proj.weight
     assert found.stored.data_ptr() == weight.data_ptr() and found.rest is None

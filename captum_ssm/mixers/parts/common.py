@@ -75,7 +75,7 @@ def run(submodule: nn.Module, x: Tensor) -> Tensor:
 def widened(module: nn.Module, like: Tensor) -> nn.Module:
     """Return a copy of a half-precision module that computes in the dtype of ``like``.
 
-    Weights that a GPU can multiply in bfloat16 are shared, not copied.
+    The weights of torch's own linear modules are shared, not copied.
 
     Args:
         module: the module; a module without half-precision weights is returned unchanged.
@@ -84,10 +84,13 @@ def widened(module: nn.Module, like: Tensor) -> nn.Module:
     half = (torch.float16, torch.bfloat16)
     if not any(p.dtype in half for p in module.parameters()):
         return module
+    # other modules, such as PEFT's, may convert their input to the dtype of a weight
+    parts = list(module.modules())
+    plain = all(type(part).__module__.startswith("torch.nn.") for part in parts)
     shared = [
         part
-        for part in module.modules()
-        if type(part) is nn.Linear and wide_products.serves(like, part.weight)
+        for part in parts
+        if plain and type(part) is nn.Linear and wide_products.serves(like, part.weight)
     ]
     # deepcopy treats objects in ``copies`` as copied, so it does not copy shared weights
     copies: dict[int, Any] = {id(part.weight): None for part in shared}

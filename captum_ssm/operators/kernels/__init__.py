@@ -28,10 +28,9 @@ head, and chunk_tree otherwise.
 
 On a GPU a launch per token would cost more than the token's arithmetic.  There fused_scan replaces
 token_loop and scan_backward, and ElementwiseRecurrence uses fused_fading.  Without Triton, a GPU
-runs odd_even, and chunks for many vectors.  The mixers' projections by weights in bfloat16 use
-wide_products on a GPU.  Other operators need none of these kernels: diagonals and short
-convolutions are bands, long convolutions use fast Fourier transforms, and explicit matrices use
-matrix products.
+runs odd_even, and chunks for many vectors.  The mixers' projections by weights in half precision
+use wide_products.  Other operators need none of these kernels: diagonals and short convolutions are
+bands, long convolutions use fast Fourier transforms, and explicit matrices use matrix products.
 
 Names of the algorithms; each module cites a reference and names a naive version in tests/oracles:
 
@@ -40,7 +39,7 @@ odd_even               odd-even (cyclic) reduction of first-order linear recurre
 token_loop             the recurrence token by token, Mamba's recurrent mode
 fused_scan             token_loop in one GPU launch: prefix computations over runs of tokens
 fused_fading           first-order linear recurrences in one launch, on a GPU
-wide_products          float32 vectors times bfloat16 weights, on a GPU
+wide_products          float32 vectors times weights in half precision
 chunks                 the SSD algorithm of Mamba-2: matrices within chunks, states between
 within_chunk           prefix products by recursive doubling, and sums of such products
 ut_transform           the UT/WY transform of products of Householder-like updates
