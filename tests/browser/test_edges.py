@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,16 @@ def test_a_message_is_cut_and_the_true_prediction_shown(shown: Any) -> None:
     page.wait_for("document.querySelector('.result .error') !== null")
     assert "every target comes before its source" in page.text(".result")
     assert page.count(".result table") == 0
+
+
+@pytest.mark.parametrize("rough", [False, True])
+def test_estimates_of_first_order_are_marked(shown: Any, rough: bool, monkeypatch: Any) -> None:
+    effects = functools.partial(EdgeEffects, exact_norms=not rough)
+    monkeypatch.setattr("captum_ssm.insights.calculation.EdgeEffects", effects)
+    page = shown(sentences([[1, 0, 3, 5]], WORDS))
+    page.click(".cutting summary")
+    page.wait_for("document.querySelector('.cutting [aria-pressed]') !== null")
+    assert all(("(≈ " in text) == rough for text in page.texts(".cutting [aria-pressed]"))
 
 
 def test_a_dot_for_each_node_and_a_line_for_each_link(page: Page, tmp_path: Path) -> None:

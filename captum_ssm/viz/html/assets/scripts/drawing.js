@@ -223,11 +223,11 @@ function drawCutting(words, layers, { messages, cut }) {
     const answer = await cut({ edges });
     if (answer !== undefined) result.replaceChildren(...drawCut(answer));
   };
-  const add = ({ name, source, target, effect }) => {
+  const add = ({ name, source, target, effect, first_order: rough }) => {
     const layer = layers.indexOf(name);
     const said = `${readable(words[source] ?? String(source))} ${source} → ${readable(words[target] ?? String(target))} ${target}, layer ${layer}`;
     if (known.has(said)) return known.get(said);
-    const estimate = effect === undefined ? '' : ` (${short(-effect)})`;
+    const estimate = effect === undefined ? '' : ` (${rough ? '≈ ' : ''}${short(-effect)})`;
     const button = make('button', { type: 'button', ariaPressed: 'false', edge: { name, source, target } }, said + estimate);
     button.addEventListener('click', () => {
       button.ariaPressed = String(button.ariaPressed === 'false');
@@ -243,7 +243,7 @@ function drawCutting(words, layers, { messages, cut }) {
     add({ name: layers[index()], source: source(), target: target() }).ariaPressed = 'true';
     run();
   });
-  const note = 'The strongest messages between words, with their estimated effect on the score. Press a message to cut it, and again to restore it.';
+  const note = 'The strongest messages between words, with their estimated effect on the score (≈: to first order). Press a message to cut it, and again to restore it.';
   const made = make('details', { className: 'cutting' }, make('summary', {}, 'Cut messages'), make('p', { className: 'note' }, note), list, result, form);
   made.addEventListener('toggle', async () => {
     const found = await messages();
