@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from benchmarks import budgets
 from captum_ssm import LatimLogit
 
-pytest.importorskip("transformers")
-
 TABLE = budgets.table()
 FEW, MANY = map(str, budgets.LENGTHS)
 FAMILIES = list(budgets.FAMILIES)

@@ -15,7 +15,6 @@ from zoo import architectures, extreme
 from captum_ssm.mixers import run
 from captum_ssm.tracing.verification import TOLERANCES
 
-pytest.importorskip("transformers")
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"

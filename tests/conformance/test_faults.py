@@ -17,9 +17,6 @@ from captum_ssm.tracing import structure
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("transformers")
-
-
 #: Every method on every model; what calls several on the first alone.
 CASES = [
     (make, name)

@@ -15,7 +15,6 @@ from zoo import architectures
 
 from captum_ssm.insights import Batch
 
-pytest.importorskip("transformers")
 pytestmark = [*FORKS, pytest.mark.slow]
 
 

@@ -11,8 +11,6 @@ from helpers.every_method import NAMES, OF_TEXTS, call, call_all, close
 from torch import Tensor
 from zoo import architectures
 
-pytest.importorskip("transformers")
-
 #: Methods that take all inputs, without calls of several methods.
 COMMON = [name for name in NAMES if name not in ("compare", "report", *OF_TEXTS)]
 pytestmark = [

@@ -17,8 +17,6 @@ from captum_ssm import LatimFlow
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("transformers")
-
 
 def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     ready, found = threading.Barrier(len(calls)), [None] * len(calls)

@@ -23,12 +23,6 @@ from captum_ssm.explain.image_inputs import for_vim, scene
 from captum_ssm.explain.loading import Source, load
 from captum_ssm.models import VisionMamba, bundled
 
-pytest.importorskip("transformers")
-
-
-pytest.importorskip("safetensors")
-
-
 SHIPPED = Path(bundled.__file__).parent / "recall-mamba"
 
 

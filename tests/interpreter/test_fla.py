@@ -122,8 +122,7 @@ def test_packed_sequences(fla: FLA, family: str) -> None:
 
 @named(METHODS, (LatimFlow,))
 @pytest.mark.parametrize(
-    "family",
-    ["GLA", "RetNet", "HGRN2", "RWKV6", "RWKV7", "DeltaNet", "GatedDeltaNet", "Mamba2"],
+    "family", ["GLA", "RetNet", "HGRN2", "RWKV6", "RWKV7", "DeltaNet", "GatedDeltaNet", "Mamba2"]
 )
 def test_every_method(fla: FLA, family: str, method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By kernels as by fla's references."""

@@ -9,9 +9,6 @@ import torch
 from helpers import contract
 from oracles import relative_error
 from oracles.delta_formula import formula
-
-pytest.importorskip("transformers")
-
 from zoo.delta import FAMILIES, Family
 
 pytestmark = pytest.mark.slow

@@ -25,8 +25,6 @@ from captum_ssm.errors import (
 from captum_ssm.mixers import registry
 from captum_ssm.mixers.likeness import nearest, parts_of
 
-pytest.importorskip("transformers")
-
 MAMBA = "transformers.models.mamba.modeling_mamba.MambaMixer"
 FALCON = "transformers.models.falcon_mamba.modeling_falcon_mamba.FalconMambaMixer"
 

@@ -26,8 +26,6 @@ from captum_ssm.tracing import Layer
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("transformers")
-
 FLOAT32 = 1e-5  # against float32 or float64, for any draw; typical is 2e-7
 KINDS = ["transformers", "mamba_ssm", "mamba_ssm fused", "simple", "simple fused"]
 ABLATIONS = (*contract.ABLATIONS, "exact-norm")

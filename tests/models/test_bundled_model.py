@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from captum_ssm.errors import CheckpointError
-from captum_ssm.models import load_bundled
-
-pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
-
-from captum_ssm.models import bundled
+from captum_ssm.models import bundled, load_bundled
 from captum_ssm.models.recall import OBJECTS, Example, generate, parse_prompt
 from captum_ssm.models.recall_batch import accuracy
 

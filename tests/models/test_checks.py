@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
-
 from helpers.hostile_weights import BROKEN
 from helpers.little_memory import at_most
 from safetensors.torch import save_file

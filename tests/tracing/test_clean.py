@@ -12,8 +12,6 @@ from zoo.mamba import transformers_model
 
 from captum_ssm import trace
 
-pytest.importorskip("transformers")
-
 GRAPHS = ["none", "tail", "outputs", "all"]
 
 

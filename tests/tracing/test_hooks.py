@@ -13,8 +13,6 @@ from captum_ssm import trace
 from captum_ssm.tracing import repaired_scans
 from captum_ssm.tracing.hooks import in_this_thread
 
-pytest.importorskip("transformers")
-
 
 def test_a_hook_is_silent_in_other_threads() -> None:
     hook = in_this_thread(lambda *args: sum(args))

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from captum_ssm import trace
 from captum_ssm.errors import InputError, ReconstructionError
 
-pytest.importorskip("transformers")
-
 
 def ids() -> Tensor:
     return torch.randint(19, (2, 5))

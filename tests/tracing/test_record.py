@@ -15,8 +15,6 @@ from captum_ssm import trace
 from captum_ssm.errors import NoMixerError
 from captum_ssm.tracing import require_layers
 
-pytest.importorskip("transformers")
-
 
 def ids(batch: int = 2, tokens: int = 5) -> Tensor:
     return torch.randint(19, (batch, tokens))

@@ -17,13 +17,7 @@ from torch import Tensor, nn
 from zoo import wrapped
 from zoo.mamba import transformers_model
 
-from captum_ssm import (
-    ImplicitAttention,
-    ImplicitAttentionRollout,
-    LatimALTI,
-    LatimNorm,
-    MambaAttribution,
-)
+from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, LatimALTI, MambaAttribution
 from captum_ssm.errors import GradientModeError, InputError, TrainingModeError
 
 Between = Callable[[Tensor], Tensor]
@@ -292,9 +286,7 @@ class Handing(nn.Module):
         return self.mixer(x), residual
 
 
-@pytest.mark.parametrize(
-    "method", [ImplicitAttentionRollout, LatimALTI, LatimNorm, MambaAttribution]
-)
+@pytest.mark.parametrize("method", [ImplicitAttentionRollout, LatimALTI, MambaAttribution])
 def test_models_whose_norms_are_kernels(method: Any) -> None:
     ids = torch.randint(19, (2, 9))
     twin, model = OfKernels(plain).eval(), OfKernels(filled).eval()

@@ -14,8 +14,6 @@ from zoo.mamba import transformers_model
 from captum_ssm import trace
 from captum_ssm.tracing import find_model
 
-pytest.importorskip("transformers")
-
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:

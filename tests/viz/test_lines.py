@@ -64,9 +64,6 @@ def test_one_example_has_no_band_and_one_share_no_area() -> None:
     draw(figure)
 
 
-pytest.importorskip("matplotlib")
-
-
 def interval() -> Interval:
     low, value, high = sorted(random.random() for _ in range(3))
     return low, value, high
