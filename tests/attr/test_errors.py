@@ -258,10 +258,7 @@ def cut(model: Any) -> Any:
 #: What takes the gradient of a model away, and fragments of the error.
 GRADIENTS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
     "no_grad": (without_grad, ["no gradients", "no_grad", "detach"]),
-    "detached": (
-        lambda m: lambda x: m(x).logits.detach(),
-        ["no gradients", "no_grad", "detach"],
-    ),
+    "detached": (lambda m: lambda x: m(x).logits.detach(), ["no gradients", "no_grad", "detach"]),
     "a layer": (cut, ["No gradient of the target reaches", f"'{LAYERS}0.mixer'", "layers=[...]"]),
 }
 

@@ -30,8 +30,7 @@ _FLAG = OPTIONS["zero_bias"]
 #: By option: values that are refused, the others accepted; the contract has those of ``attribute``.
 MORE: dict[str, tuple[list[Any], list[Any]]] = {
     **dict.fromkeys(
-        ("residual", "roles", "features", "simplified"),
-        ([*_FLAG.refused], [True, *_FLAG.same]),
+        ("residual", "roles", "features", "simplified"), ([*_FLAG.refused], [True, *_FLAG.same])
     ),
     "recompute": ([x for x in _FLAG.refused if x is not None], [None, True, *_FLAG.same]),
     "heads": ([*_NO_LISTS, [], [HEADS], [0, 0, 1], [0, -HEADS]], [None, *_LISTS]),

@@ -11,13 +11,7 @@ from helpers.every_method import METHODS, each_method, named
 from torch import Tensor
 from zoo.small import falcon_lm
 
-from captum_ssm import (
-    ImplicitAttention,
-    LatimALTI,
-    LatimFlow,
-    LatimNorm,
-    MambaAttribution,
-)
+from captum_ssm import ImplicitAttention, LatimALTI, LatimFlow, LatimNorm, MambaAttribution
 from captum_ssm.testing.methods import CLAUSES, KINDS, check_knock_out, check_method
 from captum_ssm.testing.options import BASELINES, OPTIONS, Values
 

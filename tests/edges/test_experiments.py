@@ -25,10 +25,7 @@ def chance(model: Any, ids: Tensor, token: int, *cut: Edges) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("window", "spans"),
-    [
-        (3, [[0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4]]),
-        (99, [[0, 1, 2, 3, 4]] * 5),
-    ],
+    [(3, [[0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4]]), (99, [[0, 1, 2, 3, 4]] * 5)],
 )
 def test_windows_are_centered_and_clipped(window: int, spans: list[list[int]]) -> None:
     model, ids = mamba_lm(num_hidden_layers=5), torch.randint(15, (3, 8))

@@ -23,11 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from captum_ssm.operators.kernels import (
-    fused_fading,
-    fused_scan,
-    wide_products,
-)
+from captum_ssm.operators.kernels import fused_fading, fused_scan, wide_products
 from captum_ssm.operators.kernels.odd_even import FadingSteps
 from captum_ssm.operators.kernels.scan_backward import selective_scan
 from captum_ssm.operators.kernels.token_loop import ScanSteps

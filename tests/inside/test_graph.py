@@ -13,11 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo.small import WIDTH, classifier, mamba_lm, token_ids
 from zoo.wrapped import never_rounded
 
-from captum_ssm import (
-    Feature,
-    LatimFlow,
-    attribution_graph,
-)
+from captum_ssm import Feature, LatimFlow, attribution_graph
 from captum_ssm.errors import InputError, LayerError, OptionError
 from captum_ssm.inside import Graph, Node, without
 from captum_ssm.inside.influence import influences, scores
@@ -128,8 +124,7 @@ def test_whole_activations_have_the_parts_of_the_whole_decomposition():
 
 
 @pytest.mark.parametrize(
-    "rule",
-    ["centered", *(pytest.param(x, marks=pytest.mark.slow) for x in ("half", "balanced"))],
+    "rule", ["centered", *(pytest.param(x, marks=pytest.mark.slow) for x in ("half", "balanced"))]
 )
 def test_other_rules_add_up(rule):
     model, ids = mamba_lm().double(), token_ids(1, 5)
@@ -339,10 +334,7 @@ def test_only_what_is_written_can_be_taken_off():
     graph = attribution_graph(model, ids, (-1, 3), nodes=nodes, keep=None)
     heads = next(node for node in graph.nodes if node.layer == nodes[0])
     for node in (graph.nodes[0], graph.nodes[-1], graph.nodes[-2], heads):
-        with (
-            pytest.raises(OptionError, match="be subtracted"),
-            without(model, graph, [node]),
-        ):
+        with pytest.raises(OptionError, match="be subtracted"), without(model, graph, [node]):
             pass
     other = attribution_graph(model, ids, (-1, 3), nodes=[BLOCKS[1]])
     node = [n for n in other.nodes if n.kind == "whole"][-1]

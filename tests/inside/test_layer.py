@@ -19,11 +19,7 @@ from zoo.small import WIDTH, classifier, mamba_lm, token_ids
 from zoo.wrapped import never_rounded
 
 from captum_ssm import LatimFlow, LayerLatimFlow, LayerMambaLRP
-from captum_ssm.errors import (
-    LayerError,
-    OptionError,
-    TargetError,
-)
+from captum_ssm.errors import LayerError, OptionError, TargetError
 
 METHODS = pytest.mark.parametrize("method", [LayerLatimFlow, LayerMambaLRP])
 TARGET = (-1, 3)

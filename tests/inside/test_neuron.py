@@ -19,12 +19,7 @@ from zoo.small import WIDTH, images, mamba_lm, token_ids, vision
 from zoo.wrapped import never_rounded
 
 from captum_ssm import LatimFlow, NeuronLatimFlow, NeuronMambaLRP
-from captum_ssm.errors import (
-    GradientModeError,
-    NonFiniteError,
-    NotLinearError,
-    TargetError,
-)
+from captum_ssm.errors import GradientModeError, NonFiniteError, NotLinearError, TargetError
 
 BLOCK = "backbone.layers.1"
 #: A token of eleven, and a feature.

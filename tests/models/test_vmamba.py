@@ -109,10 +109,7 @@ def test_names_of_the_first_release_and_convolutions_of_one_token(tmp_path: Path
 
 @pytest.mark.slow
 def test_refusals(tmp_path: Path) -> None:
-    for key in (
-        "patch_embed.0.weight",
-        "layers.0.blocks.0.op.out_proj.weight",
-    ):
+    for key in ("patch_embed.0.weight", "layers.0.blocks.0.op.out_proj.weight"):
         weights = dict(small().state_dict())
         weights.pop(key)
         with pytest.raises(CheckpointError, match=rf"vmamba\.pth does not fit .*{re.escape(key)}"):

@@ -43,10 +43,7 @@ def pictures_closed() -> Iterator[None]:
         sys.modules["matplotlib.pyplot"].close("all")
 
 
-@pytest.mark.parametrize(
-    "page",
-    slow_but(QUICK, [page for page in PAGES if blocks(page)]),
-)
+@pytest.mark.parametrize("page", slow_but(QUICK, [page for page in PAGES if blocks(page)]))
 def test_python_blocks_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

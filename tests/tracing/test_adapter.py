@@ -137,10 +137,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         r"a Diagonal of component='forget gate'.*\['activation', 'conv', 'gate', 'norm', 'scan', 's"
         r"kip'\], or None",
     ),
-    "an exception": (
-        raising(KeyError("gate")),
-        r"<locals>\.adapter raised KeyError: 'gate'",
-    ),
+    "an exception": (raising(KeyError("gate")), r"<locals>\.adapter raised KeyError: 'gate'"),
 }
 #: Wrong only once they are used.
 WRONG_LATER: dict[str, tuple[Any, str]] = {

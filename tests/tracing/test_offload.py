@@ -13,14 +13,7 @@ from torch import Tensor, nn
 from zoo.architectures import ZOO, Case, every, explain
 from zoo.mamba import transformers_model
 
-from captum_ssm import (
-    LatimALTI,
-    LatimFlow,
-    LatimLogit,
-    MambaAttribution,
-    register_mixer,
-    trace,
-)
+from captum_ssm import LatimALTI, LatimFlow, LatimLogit, MambaAttribution, register_mixer, trace
 from captum_ssm.errors import AdapterError, WeightsError
 from captum_ssm.tracing import find_mixers
 
