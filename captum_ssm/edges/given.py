@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -37,6 +38,16 @@ class Given(NamedTuple):
     size: tuple[int, int]
     places: Mapping[tuple[str, int], Tensor | None]
 
+    @property
+    def is_of_one(self) -> bool:
+        """Return True if the call and each mixer have one example."""
+        return self.size[0] == 1 and all(len(x) == 1 for x in self.places.values() if x is not None)
+
+    def repeated(self, count: int) -> Given:
+        """Return the mapping for ``count`` copies of the one example."""
+        places = {k: x if x is None else x.expand(count, -1) for k, x in self.places.items()}
+        return Given((count, self.size[1]), places)
+
 
 @dataclass(frozen=True, eq=False)
 class _CachedTokens:
@@ -53,8 +64,25 @@ class _CachedTokens:
     given: Given
 
 
-#: The token mapping of each module's latest call. Weak keys let unused models be freed.
+#: The token mapping of each module's latest call. Weak keys let found_once models be freed.
 _latest: WeakKeyDictionary[nn.Module, _CachedTokens] = WeakKeyDictionary()
+#: Of :func:`same_for_copies`: the list, an iterator over known mappings, and the number of copies.
+_copies: ContextVar[tuple[list[Given], Iterator[Given], int]] = ContextVar("captum_ssm_copies")
+
+
+@contextmanager
+def same_for_copies(found: list[Given], count: int) -> Iterator[None]:
+    """In the ``with``, take the mapping of each call of a run of ``count`` copies from ``found``.
+
+    An empty list receives the mappings of a run of one example.
+    """
+    token = _copies.set((found, iter([*found]), count))
+    try:
+        yield
+    finally:
+        _copies.reset(token)
+        if not all(one.is_of_one for one in found):
+            found.clear()
 
 
 def given_tokens(
@@ -65,6 +93,9 @@ def given_tokens(
     Raises:
         TrainingModeError: when a module is random.
     """
+    found_once, calls, copies = _copies.get(([], iter(()), 0))
+    for one in calls:
+        return one.repeated(copies)
     args, kwargs = arguments
     values = [*args, *kwargs.values()]
     call = ([*kwargs], [mixer.name for mixer in mixers], vouched, state)
@@ -82,6 +113,7 @@ def given_tokens(
             found = _found(module, arguments, mixers, vouched)
         known = _CachedTokens(call, [_kept(x) for x in values], found)
         _latest[module] = known
+    found_once.append(known.given)
     return known.given
 
 

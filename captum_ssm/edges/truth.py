@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..attr.call.head import kept_positions
 from ..attr.call.inputs import BatchPart, call_model
-from ..attr.call.targets import contrasted, logits_of
+from ..attr.call.targets import Against, contrasted, logits_of, target_index
 from .cutting import knock_out
 from .effects import Edge, Effects
+from .given import same_for_copies
 from .pairs import Edges
+from .uncut import UncutRun
 
 #: Share of the sampled edges that are drawn in proportion to their effects, the others evenly.
 _LARGE = 0.5
@@ -118,6 +121,7 @@ class Interventions:
         self.inputs, self.additional = inputs, additional
         self.target, self.contrast = target, contrast
         self.at_a_time, self.tokens = at_a_time, tokens
+        self._uncut: tuple[int, UncutRun] | None = None
 
     def numbers(self, *edges: Edges) -> Tensor:
         """Return the explained number of every example while ``edges`` are cut, (B,)."""
@@ -132,39 +136,90 @@ class Interventions:
             groups[example].append(i)
         found = torch.zeros(len(edges), dtype=torch.float64)
         for example, members in groups.items():
-            outputs = self.outputs([(edges[i][1],) for i in members], example)
-            found[members] = torch.cat([self.explained(x, example) for x in outputs])
+            for some, output in self.outputs([(edges[i][1],) for i in members], example):
+                found[[members[n] for n in some]] = self.explained(output, example)
         return found
 
     def explained(self, output: Tensor, example: int = 0) -> Tensor:
         """Return the explained number in the outputs of n copies of an example, (n,)."""
-        cut = BatchPart(slice(example, example + 1), len(self.inputs))
-        asked = cut.target(self.target), cut.target(self.contrast)
-        each = [contrasted(output[i : i + 1], *asked)[0] for i in range(len(output))]
+        asked, kept = self._asked(example), self.uncut(example).kept
+        each = [contrasted(output[i : i + 1], *asked, kept)[0] for i in range(len(output))]
         return torch.cat(each).cpu().double()
 
-    def outputs(self, cuts: Sequence[Sequence[Edge | int]], example: int = 0) -> Iterator[Tensor]:
-        """Yield one example's outputs with each set of edges in ``cuts`` cut, in batches.
+    def index(self, output: Tensor, example: int = 0) -> Tensor | None:
+        """Return the target's indices in the output (1, ...) of one copy; None without a target."""
+        (target, _), kept = self._asked(example), self.uncut(example).kept
+        target = target if kept is None else kept.among(output, target, None)[0]
+        return target_index(target, output)
 
-        A number in place of an edge cuts all messages from this token to other tokens. All batches
-        are equally large, so the layers' tokens are mapped to the input only once.
+    def uncut(self, example: int = 0) -> UncutRun:
+        """Return an example's run without cuts; the latest one is cached."""
+        if self._uncut is None or self._uncut[0] != example:
+            inputs, additional = self._copies(example, 1)
+            asked = [Against(*self._asked(example))]
+            kept = kept_positions(self.forward_func, inputs, additional, asked)
+            self._uncut = example, UncutRun(self.forward_func, self.model, inputs, additional, kept)
+        return self._uncut[1]
+
+    def outputs(
+        self, cuts: Sequence[Sequence[Edge | int]], example: int = 0
+    ) -> Iterator[tuple[Sequence[int], Tensor]]:
+        """Run one example with each set of edges in ``cuts`` cut; yield batches of outputs.
+
+        A number in place of an edge cuts all messages from this token to other tokens. Each batch
+        comes with its indices in ``cuts``. Cuts with the same first layer are in one batch, and
+        reuse the states below. A run of a single copy maps the layers' tokens to the input.
         """
+        uncut = self.uncut(example)
+        named = [{"" if isinstance(x, int) else x.name for x in cut} for cut in cuts]
+        left = sorted(range(len(cuts)), key=lambda i: (uncut.before(named[i]), sorted(named[i])))
+        size = self.at_a_time if uncut.tokens else 1
+        while left:
+            count = uncut.before(named[left[0]]) if uncut.tokens else 0
+            size = max(1, size - (count not in uncut.checked))
+            some, left = left[:size], left[size:]
+            yield some, self._run([cuts[i] for i in some], example, count)
+            size = self.at_a_time
+
+    def _run(self, cuts: Sequence[Sequence[Edge | int]], example: int, count: int) -> Tensor:
+        """Return outputs with cuts (n, ...), where the first ``count`` blocks reuse states."""
+        uncut = self.uncut(example)
+        check = count not in uncut.checked
+        copies = len(cuts) + check
+        inputs, additional = self._copies(example, copies)
+        try:
+            with (
+                same_for_copies(uncut.tokens, copies),
+                uncut.reused(count, copies),
+                knock_out(self.model, *self._masked(cuts, copies)),
+            ):
+                output = uncut.call(inputs, additional)
+        except Exception:
+            if count == 0:
+                raise
+            uncut.forget()  # a later block may need more than the tensors that blocks returned
+            return self._run(cuts, example, 0)
+        if check and not uncut.check(count, output[-1:]):
+            return self._run(cuts, example, 0)
+        return output[: len(cuts)]
+
+    def _asked(self, example: int) -> tuple[Any, Any]:
+        """Return one example's target and contrast."""
+        cut = BatchPart(slice(example, example + 1), len(self.inputs))
+        return cut.target(self.target), cut.target(self.contrast)
+
+    def _copies(self, example: int, count: int) -> tuple[Tensor, tuple[Any, ...]]:
+        """Return inputs and additional arguments with ``count`` copies of one example."""
         part = BatchPart(slice(example, example + 1), len(self.inputs))
-        size = min(self.at_a_time, len(cuts))
 
         def copies(value: Any) -> Any:
             one = part(value)
             of_example = one is not value or len(self.inputs) == 1
             if of_example and isinstance(one, Tensor) and one.dim() and len(one) == 1:
-                return one.repeat_interleave(size, 0)
+                return one.repeat_interleave(count, 0)
             return one
 
-        inputs, additional = copies(self.inputs), tuple(map(copies, self.additional))
-        for start in range(0, len(cuts), size):
-            some = cuts[start : start + size]
-            with torch.no_grad(), knock_out(self.model, *self._masked(some, size)):
-                output = logits_of(call_model(self.forward_func, inputs, additional))
-            yield output[: len(some)]
+        return copies(self.inputs), tuple(map(copies, self.additional))
 
     def _masked(self, cuts: Sequence[Sequence[Edge | int]], size: int) -> list[Edges]:
         """Combine the edges to cut in each copy of an example into Edges with masks (copies, L).

@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ...attr.call.targets import target_index
 from ...edges import EdgeEffects, Edges
 from ...edges.effects import Edge
 from ...edges.truth import Interventions
@@ -113,14 +112,14 @@ class _CutRuns:
     def of(self, edges: Sequence[Edge | int], states: Sequence[State]) -> dict[str, list[float]]:
         """Run the model for each set of cut edges; return the stored scores by state name."""
         cuts = [[edges[n] for n in state] for state in states]
-        outputs = self.run.outputs(cuts) if cuts else ()
-        said = [row for output in outputs for row in self._rows(output)]
-        return {"-".join(map(str, state)): row for state, row in zip(states, said, strict=True)}
+        outputs = self.run.outputs(cuts) if any(cuts) else [([0], self.run.uncut().output)]
+        said = {n: row for some, x in outputs for n, row in zip(some, self._rows(x), strict=True)}
+        return {"-".join(map(str, state)): said[n] for n, state in enumerate(states)}
 
     def _rows(self, output: Tensor) -> Iterator[list[float]]:
         """Yield scores to store for each output: explained number, probability, best classes."""
         self.entries = output[0].numel()
-        index = target_index(self.known.target, output[:1])
+        index = self.run.index(output[:1])
         scores = self.run.explained(output).tolist()
         for copy, score in enumerate(scores):
             row = [round(score, 4)]

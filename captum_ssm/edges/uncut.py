@@ -1,0 +1,160 @@
+"""Run one example without cuts, to reuse its states in runs of copies with different cuts.
+
+Modules before the first cut mixer compute the same with and without the cuts. Blocks there return
+the tensors that they returned without cuts, one copy for each example of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attr.call.head import Kept
+from ..attr.call.inputs import call_model
+from ..attr.call.targets import logits_of
+from ..errors import OptionError
+from ..linear.blocks import in_place_of, lists_of_blocks
+from ..mixers.base import Call
+from ..tracing import Mixer
+from ..tracing.find import registered_mixers
+from ..tracing.hooks import swapped, tensors_in
+from ..tracing.observe import Watcher, observe
+from ..tracing.verification import relative_error, tolerance_for
+from .given import Given
+
+#: The accepted relative difference of outputs with and without reused states, in multiples of the
+#: tolerance of a mixer's output.
+_TIMES = 4
+#: The number of different depths up to which states are reused; each is checked once.
+_DEPTHS = 8
+
+
+class UncutRun(Watcher):
+    """The outputs of a model and of its blocks for one example without cuts.
+
+    Args:
+        forward_func, model: the function that runs the model, and the model.
+        inputs, additional: the arguments of forward_func for the one example.
+        kept: the positions at which the model's head runs, or None for all.
+
+    Attributes:
+        output: the model's output (1, ...).
+        kept: the positions in the output, or None for all.
+        tokens: the token mapping of each call of the model in a run, once it is known.
+        checked: the numbers of reused calls with which a run without cuts had an equal output.
+    """
+
+    def __init__(
+        self,
+        forward_func: Callable[..., Any],
+        model: nn.Module,
+        inputs: Tensor,
+        additional: tuple[Any, ...],
+        kept: Kept | None,
+    ) -> None:
+        self.forward_func, self.kept = forward_func, kept
+        self.tokens: list[Given] = []
+        #: Blocks in the order in which they were called, and copies of the tensors they returned.
+        self._calls: list[tuple[nn.Module, Any]] = []
+        #: For each mixer name, the number of calls of blocks before the mixer returned first.
+        self._before: dict[str, int] = {}
+        self.checked = {0}
+        mixers = registered_mixers(model)
+        try:
+            self._blocks = list(lists_of_blocks(model, mixers))
+        except OptionError:  # the model has no list of blocks
+            self._blocks = []
+        with ExitStack() as stack:
+            observe(model, mixers, (self,), stack, gradients=False, vouched=True)
+            stack.enter_context(self._instead(self._record))
+            self.output = self.call(inputs, additional)
+            if kept is not None and not kept.fit(self.output):
+                self.kept = None
+                self.forget()
+                self.output = self.call(inputs, additional)
+        if any(x.dim() < 2 or len(x) != 1 for x in tensors_in([x for _, x in self._calls])):
+            self.forget()
+
+    @torch.no_grad()
+    def call(self, inputs: Tensor, additional: tuple[Any, ...]) -> Tensor:
+        """Run the model; return logits, at the kept positions only."""
+        named = {} if self.kept is None else self.kept.arguments
+        return logits_of(call_model(self.forward_func, inputs, additional, named))
+
+    def returned(self, mixer: Mixer, call: Call) -> None:
+        for name in mixer.names:
+            self._before.setdefault(name, len(self._calls))
+
+    def before(self, names: Collection[str]) -> int:
+        """Return a number of calls of blocks that are the same while mixers are cut.
+
+        Args:
+            names: the names of the mixers; an empty name stands for all mixers.
+        """
+        first = min(self._before.values(), default=0)
+        found = min((self._before.get(name, first) for name in names), default=first)
+        return found - found % max(1, len(self._calls) // _DEPTHS)
+
+    def forget(self) -> None:
+        """Reuse no states in later runs."""
+        self._calls, self._before = [], {}
+
+    def check(self, count: int, output: Tensor) -> bool:
+        """Return True if an output (1, ...) without cuts, with reused calls, is the known output.
+
+        Otherwise more than tensors connects the blocks, and no states are reused later.
+        """
+        equal = relative_error(output, self.output) <= _TIMES * tolerance_for(self.output)
+        if not equal:
+            self.forget()
+        self.checked |= {count}
+        return equal
+
+    @contextmanager
+    def reused(self, count: int, copies: int) -> Iterator[None]:
+        """In the ``with``, the first ``count`` calls of blocks return copies of known tensors.
+
+        Raises:
+            LookupError: if another block is called, or a block without a batch of ``copies``.
+        """
+        calls = iter(self._calls[:count])
+
+        def again(block: nn.Module, forward: Callable[[], Any], given: Any) -> Any:
+            known, returned = next(calls, (None, None))
+            if known is None:
+                return forward()
+            if known is not block or all(len(x) != copies for x in tensors_in(given) if x.dim()):
+                raise LookupError("no call of this block without cuts is known")
+            new = {id(x): x.repeat_interleave(copies, 0) for x in tensors_in(returned)}
+            return swapped(returned, new)
+
+        with self._instead(again) if count else nullcontext():
+            yield
+
+    def _record(self, block: nn.Module, forward: Callable[[], Any], given: Any) -> Any:
+        returned = forward()
+        new = {id(x): x.detach().clone() for x in tensors_in(returned)}
+        self._calls.append((block, swapped(returned, new)))
+        return returned
+
+    @contextmanager
+    def _instead(self, call: Callable[[nn.Module, Callable[[], Any], Any], Any]) -> Iterator[None]:
+        """In the ``with``, use ``call`` in place of blocks that are not inside another block."""
+        inside = False
+
+        def outermost(block: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+            nonlocal inside
+            if inside:
+                return forward(*args, **kw)
+            inside = True
+            try:
+                return call(block, lambda: forward(*args, **kw), (args, kw))
+            finally:
+                inside = False
+
+        with in_place_of(self._blocks, outermost):
+            yield
