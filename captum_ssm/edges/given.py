@@ -64,7 +64,7 @@ class _CachedTokens:
     given: Given
 
 
-#: The token mapping of each module's latest call. Weak keys let found_once models be freed.
+#: The token mapping of each module's latest call. Weak keys let unused models be freed.
 _latest: WeakKeyDictionary[nn.Module, _CachedTokens] = WeakKeyDictionary()
 #: Of :func:`same_for_copies`: the list, an iterator over known mappings, and the number of copies.
 _copies: ContextVar[tuple[list[Given], Iterator[Given], int]] = ContextVar("captum_ssm_copies")
