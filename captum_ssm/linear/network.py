@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from ..errors import CachedStateError, InputError, OptionError
 from ..mixers.base import Call, LinearMixer, joined_end_to_end, refused_cache
-from ..mixers.parts.heard import forget
 from ..operators import Chain, Diagonal, Operator, Sum
 from ..operators.coefficients import follow_mask, live_coefficients
 from ..operators.kernels.arithmetic import full_precision, unseen
@@ -185,10 +184,6 @@ class Network(Watcher):
             raise none_ran(self.mixers)
 
     @property
-    def verifies(self) -> bool:
-        return self.verify is not False
-
-    @property
     def looks_away(self) -> bool:
         return self.mode.blocks is not None and self.mode.blocks.passing is not None
 
@@ -216,7 +211,7 @@ class Network(Watcher):
         live = {id(x): x for x in tensors_in(output) if self.mode.is_live(x)}
         return swapped(output, {key: x.view_as(x) for key, x in live.items()})
 
-    def reads(self, module: nn.Module, sequence: Tensor | None) -> bool:
+    def _reads(self, module: nn.Module, sequence: Tensor | None) -> bool:
         """Return True if the mixer is explained by its own running code; see :mod:`.reading`.
 
         This is decided when the mixer's input is first known; ``sequence`` is None if it is not.
@@ -260,7 +255,7 @@ class Network(Watcher):
     def while_mixing(
         self, module: nn.Module, sequence: Tensor | None
     ) -> Sequence[AbstractContextManager[Any]]:
-        if self._is_read.get(module, False):
+        if self._reads(module, sequence):
             self._readings.append(Reading(self.mode, sequence, self.continues))
             return (self._readings[-1].on(),)
         return torch.no_grad(), *self.mode.looking_away()
@@ -311,7 +306,6 @@ class Network(Watcher):
         named = [x for name, x in call.kwargs.items() if "mask" in name]
         if self.mask is None and any(isinstance(x, Tensor) for x in (*call.args[1:], *named)):
             mask = linearize(mixer, call, running=True).mask
-            forget()
             require_real_tokens(mask)
             if mask is not None and self._is_of_input(call):
                 self.mask = mask
@@ -362,8 +356,6 @@ class Network(Watcher):
         require_real_tokens(linear.mask)
         linear.check_finite(mixer.name)
         self._passed_on[mixer] = linear.passed_on
-        if self.mode.ledger.kept:  # else _verify may linearize it again
-            forget()
         divides = self.mode.follows_tangents and linear.values.requires_grad
         if divides and not is_shared(linear.operator, self.mode.rule):
             self.content_only.append(mixer.name)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ..mixers.base import Call, refused_cache
-from ..mixers.parts.heard import SubmoduleRecord, reusing_outputs
 from ..mixers.registry import refusal
 from .caches import without_caches
 from .eager import eagerly
@@ -20,7 +19,7 @@ from .gradients import recordable
 from .hooks import at_both_ends, hooked, swap_first
 from .repair.fused import unfused
 from .repair.loops import repaired_scans
-from .split import is_split, require_gathered
+from .split import require_gathered
 
 #: The positional and the keyword arguments of a call.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -28,11 +27,6 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 class Watcher:
     """Base class of objects that observe a run; hooks call the methods, which do nothing here."""
-
-    @property
-    def verifies(self) -> bool:
-        """Return True if the watcher checks operators against the outputs of their mixers."""
-        return False
 
     @property
     def looks_away(self) -> bool:
@@ -52,10 +46,6 @@ class Watcher:
             CachedStateError: if tokens in the cache cannot be part of the explanation.
         """
         raise refused_cache(name, cache)
-
-    def reads(self, module: nn.Module, sequence: Tensor | None) -> bool:
-        """Return True if the watcher explains a mixer by its running code, without an adapter."""
-        return False
 
     def while_mixing(
         self, module: nn.Module, sequence: Tensor | None
@@ -143,9 +133,8 @@ class _Calls:
         self.watchers = watchers
         #: Shape of the first floating input of each running module with a mixer, latest last.
         self.entered: dict[nn.Module, torch.Size] = {}
-        #: For each running mixer its contexts and the calls of its child modules; None for a child
-        #: that was called again.
-        self.running: list[tuple[ExitStack, dict[nn.Module, SubmoduleRecord | None]]] = []
+        #: The contexts of each running mixer.
+        self.running: list[ExitStack] = []
 
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_block: bool
@@ -160,37 +149,28 @@ class _Calls:
         return None if given[0] is args and given[1] is kwargs else given
 
     def start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        contexts, heard = ExitStack(), dict[nn.Module, SubmoduleRecord | None]()
-        self.running.append((contexts, heard))
+        contexts = ExitStack()
+        self.running.append(contexts)
         if all(watcher.looks_away for watcher in self.watchers):
             return
         _, sequence = swap_first((args, kwargs), lambda x: x)
-        read = [watcher.reads(module, sequence) for watcher in self.watchers]
-        if sequence is not None and not all(read):
-            verified = any(watcher.verifies for watcher in self.watchers)
-            _listen(module, sequence.shape, heard, contexts, verified)
         for watcher in self.watchers:
             for context in watcher.while_mixing(module, sequence):
                 contexts.enter_context(context)
 
     def first(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Report a mixer's call to watchers before other hooks; return a new output, or None."""
-        heard: dict[nn.Module, SubmoduleRecord | None] = {}
         if self.running:  # empty if a hook before ours raised
-            contexts, heard = self.running.pop()
-            contexts.close()
+            self.running.pop().close()
         if output is None:  # the call failed, and its exception is on its way
             return None
         # the block entered last is the one that runs, also for a mixer shared by several
         block = next((b for b in reversed(self.entered) if b in mixer.blocks), None)
         around = {m: size for m, size in reversed(self.entered.items()) if m in mixer.around}
         call, changed = Call(args, kwargs, output, block, around), None
-        known = {child: once for child, once in heard.items() if once is not None}
-        del heard  # known alone holds the outputs now, so that an adapter's forget() frees them
-        with reusing_outputs(known):
-            for watcher in self.watchers:
-                found = watcher.returned(mixer, call)
-                changed = changed if found is None else found
+        for watcher in self.watchers:
+            found = watcher.returned(mixer, call)
+            changed = changed if found is None else found
         return None if changed is None else swap_first(output, functools.partial(_like, changed))[0]
 
     def last(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -204,47 +184,4 @@ class _Calls:
     def close(self) -> None:
         """Close the contexts of mixer calls whose exit hooks did not run after an interrupt."""
         while self.running:
-            self.running.pop()[0].close()
-
-
-def _listen(
-    mixer: nn.Module,
-    size: torch.Size,
-    heard: dict[nn.Module, SubmoduleRecord | None],
-    contexts: ExitStack,
-    verified: bool,
-) -> None:
-    """Record the calls of a mixer's child modules on sequences of the given size.
-
-    Adapters reuse only outputs for such sequences, so recording more would waste memory.
-
-    Args:
-        mixer: the mixer module, which is about to run.
-        size: the shape of the mixer's input sequence.
-        heard: the dictionary that receives the calls, by child module.
-        contexts: the exit stack that removes the hooks when it closes.
-        verified: whether operators are checked against the mixer's output.
-    """
-
-    def before(child: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        is_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        once = is_one and args[0].shape == size and child not in heard
-        heard[child] = SubmoduleRecord(args[0], verified) if once else None
-
-    def between(child: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        call = heard.get(child)
-        if call is not None and call.output is None:
-            call.ran(args[0] if args else None, output)
-
-    def after(child: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        call = heard.get(child)
-        if call is not None and call.output is None:
-            call.returned(output)
-
-    for child in mixer.children():
-        # of a split one the mixer is told a part
-        if next(child.parameters(), None) is not None and not any(map(is_split, child.modules())):
-            register = child.register_forward_pre_hook
-            contexts.enter_context(hooked(register, before, prepend=True, with_kwargs=True))
-            contexts.enter_context(hooked(child.register_forward_hook, between, prepend=True))
-            contexts.enter_context(hooked(child.register_forward_hook, after))
+            self.running.pop().close()

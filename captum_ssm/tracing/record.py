@@ -330,10 +330,6 @@ class Recorder(Watcher):
         self._begun: dict[nn.Module, Tensor] = {}
         self._pending: list[Layer] = []
 
-    @property
-    def verifies(self) -> bool:
-        return self.record.checks
-
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
         """With ``graph="all"``, begin an autograd graph at the sequence that enters a block."""
         if not is_block or self.graph != "all":

@@ -18,7 +18,6 @@ from ...operators.kernels import wide_products
 from ...operators.kernels.arithmetic import full_precision, unseen
 from ...operators.kernels.truths import read_once
 from ..base import Call, in_batch
-from .heard import recorded_output
 
 #: Index of the mask among the positional arguments of mixers in transformers 5.
 _MASK = 2
@@ -48,8 +47,7 @@ def run(submodule: nn.Module, x: Tensor) -> Tensor:
     """Return ``submodule(x)``, computed in the dtype of ``x``.
 
     A submodule without half-precision weights is called itself, so LoRA adapters, hooks that move
-    weights and steering hooks have the same effect as in the model.  If the model has just called
-    the submodule with the same ``x``, the recorded output is returned.
+    weights and steering hooks have the same effect as in the model.
 
     Args:
         submodule: a projection or a norm of the mixer.
@@ -64,9 +62,6 @@ def run(submodule: nn.Module, x: Tensor) -> Tensor:
         >>> run(torch.nn.Linear(2, 3).bfloat16(), torch.ones(1, 4, 2)).dtype
         torch.float32
     """
-    known = recorded_output(submodule, x)
-    if known is not None:
-        return known
     with full_precision(x.device):
         out = widened(submodule, x)(x)
     return out if isinstance(out, Tensor) else torch.as_tensor(out)
