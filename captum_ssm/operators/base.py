@@ -45,7 +45,6 @@ from torch import Tensor
 from . import generic
 from .kernels.arithmetic import linear_map
 from .kernels.bands import Band
-from .kernels.portions import SMALL, Portion, Stream
 from .kernels.rows import Positions, Strip
 from .reduction import Reduce
 
@@ -305,24 +304,6 @@ class Operator:
         out = self.apply(v)
         return out if offset is None else out + offset
 
-    def stream(self, transposed: bool, longest: int) -> Stream | None:
-        """Return a function that maps a few tokens per call, and keeps its state between calls.
-
-        Args:
-            transposed: whether to use the adjoint, from the last token to the first.
-            longest: largest number of tokens in one call.
-
-        Returns:
-            A function of values (B, T, H, P) and the slice of their token positions. None if tokens
-            cannot be mapped in this order, or if mapping all tokens together is faster.
-        """
-        return None
-
-    @property
-    def portion(self) -> Portion:
-        """How many tokens to pass to the function that :meth:`stream` returns, per call."""
-        return SMALL
-
     def mean_matvec(self, x: Tensor) -> Tensor:
         """Return (mean over channels of alpha) x, for ``x`` (B, L), without forming a matrix."""
         return linear_map(x, self._mean_forward, self._mean_adjoint)
@@ -402,10 +383,14 @@ class Operator:
         return self._example().dtype
 
     def _mean_forward(self, x: Tensor) -> Tensor:
-        return generic.channel_mean(self, x, transposed=False)
+        return self.apply(self._in_all_channels(x)).mean((-1, -2))
 
     def _mean_adjoint(self, r: Tensor) -> Tensor:
-        return generic.channel_mean(self, r, transposed=True)
+        return self.transpose(self._in_all_channels(r)).mean((-1, -2))
+
+    def _in_all_channels(self, x: Tensor) -> Tensor:
+        """Expand ``x`` (B, L) to (B, L, H, P)."""
+        return x[..., None, None].expand(self.shape)
 
     def _example(self) -> Tensor:
         """Return any one coefficient; :attr:`dtype` and :attr:`device` are read from it."""

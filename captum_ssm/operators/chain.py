@@ -15,10 +15,9 @@ from torch import Tensor
 from .base import Mixing, Operator
 from .combine import Composite
 from .diagonal import Diagonal
-from .generic import all_streams, channel_mean
 from .heads import HeadCentering, HeadOperator
 from .kernels.bands import Band, shift_tokens
-from .kernels.portions import Stream, at_a_time
+from .kernels.portions import at_a_time
 from .kernels.rows import Positions, Strip, clipped, sum_of_lags, sum_strips
 from .reorder import Permute
 
@@ -94,35 +93,11 @@ class Chain(Composite):
                 u = part.transpose(u)
         return u
 
-    def stream(self, transposed: bool, longest: int) -> Stream | None:
-        streams = all_streams(self.parts, transposed, longest)
-        if streams is None:
-            return None
-        ordered = streams if transposed else streams[::-1]
-
-        def chained(x: Tensor, part: slice) -> Tensor:
-            for stream in ordered:
-                x = stream(x, part)
-            return x
-
-        return chained
-
     def _mean_forward(self, x: Tensor) -> Tensor:
-        return self._mean(x, transposed=False)
+        return _mean_of_channels(self.parts, x, transposed=False)
 
     def _mean_adjoint(self, r: Tensor) -> Tensor:
-        return self._mean(r, transposed=True)
-
-    def _mean(self, x: Tensor, transposed: bool) -> Tensor:
-        """Apply the product, or its adjoint, to ``x`` (B, L) in all channels; average channels.
-
-        Where it is exact, map only one channel per head.
-        """
-        if not any(isinstance(leaf, HeadOperator) for leaf in self.leaves()) or (
-            _channels_differ_around(self.parts) and self.stream(transposed, 1) is not None
-        ):
-            return channel_mean(self, x, transposed)
-        return _mean_at_once(self.parts, x, transposed)
+        return _mean_of_channels(self.parts, r, transposed=True)
 
     def offset(self) -> Tensor | None:
         total: Tensor | None = None
@@ -238,14 +213,7 @@ def _mixes_heads(part: Operator) -> bool:
     return any(isinstance(leaf, HeadCentering) and leaf.across for leaf in part.leaves())
 
 
-def _channels_differ_around(parts: Sequence[Operator]) -> bool:
-    """Return True if parts on both sides of a head's matrix treat its channels differently."""
-    apart = [i for i, part in enumerate(parts) if not _maps_channels_alike(part)]
-    core = parts[apart[0] : apart[-1] + 1] if apart else ()
-    return any(isinstance(leaf, HeadOperator) for part in core for leaf in part.leaves())
-
-
-def _mean_at_once(parts: Sequence[Operator], x: Tensor, transposed: bool) -> Tensor:
+def _mean_of_channels(parts: Sequence[Operator], x: Tensor, transposed: bool) -> Tensor:
     """Return the mean over channels of a product, or of its adjoint, times ``x`` (B, L).
 
     One channel per head is mapped before the first part that treats a head's channels differently.

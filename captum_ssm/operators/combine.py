@@ -11,10 +11,8 @@ from torch import Tensor
 
 from .base import Mixing, Operator
 from .diagonal import Diagonal
-from .generic import all_streams
 from .kernels.arithmetic import sum_tensors
 from .kernels.bands import Band
-from .kernels.portions import Portion, Stream
 from .kernels.rows import Positions, Strip, by_query, sum_of_lags, sum_strips
 
 
@@ -30,11 +28,6 @@ class Composite(Operator):
     @property
     def data_dependent(self) -> bool:
         return any(part.data_dependent for part in self.parts)
-
-    @property
-    def portion(self) -> Portion:
-        elements, most, multiple = zip(*(part.portion for part in self.parts), strict=True)
-        return Portion(min(elements), min(most), max(multiple))
 
     def leaves(self) -> Iterator[Operator]:
         for part in self.parts:
@@ -92,20 +85,6 @@ class Sum(Composite):
 
     def mean_rmatvec(self, r: Tensor) -> Tensor:
         return sum_tensors(part.mean_rmatvec(r) for part in self.parts)
-
-    def stream(self, transposed: bool, longest: int) -> Stream | None:
-        scalings, others = self._split_diagonals()
-        streams = all_streams(others or [scalings.pop()], transposed, longest)
-        if streams is None:
-            return None
-
-        def summed(x: Tensor, part: slice) -> Tensor:
-            out = sum_tensors(stream(x, part) for stream in streams)
-            for scaling in scalings:  # addcmul needs no tensor for each term
-                out = torch.addcmul(out, scaling.factors(part), x)
-            return out
-
-        return summed
 
     def _split_diagonals(self) -> tuple[list[Diagonal], list[Operator]]:
         """Return the summands that are diagonals, and all other summands."""

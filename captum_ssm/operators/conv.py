@@ -13,7 +13,6 @@ from .base import Operator, Shape
 from .chain import Chain
 from .kernels.arithmetic import linear_map
 from .kernels.bands import Band, convolve_band, overlap
-from .kernels.portions import LARGE, Stream
 from .kernels.rows import Strip
 
 #: An index into a tensor, as a tuple of slices.
@@ -54,7 +53,6 @@ class ShortConv(Operator):
     """
 
     data_dependent = False
-    portion = LARGE
 
     def __init__(
         self,
@@ -127,10 +125,6 @@ class ShortConv(Operator):
         channels = slice(None), slice(None)
         return (..., *earlier, *channels), (..., *later, *channels)
 
-    def stream(self, transposed: bool, longest: int) -> Stream | None:
-        taps = self.by_lag()
-        return None if self.width or min(taps) < 0 else _Stream(self, taps, transposed)
-
     def offset(self) -> Tensor | None:
         return None if self.bias is None else self.bias.expand(self.shape)
 
@@ -176,33 +170,3 @@ class ShortConv(Operator):
         for lag, weight in zip(self.lags, self.weight.movedim(-1, 0).contiguous(), strict=True):
             taps[lag] = taps[lag] + weight if lag in taps else weight
         return taps
-
-
-class _Stream:
-    """A causal convolution, or its adjoint, that maps a few tokens per call and stores the last."""
-
-    def __init__(self, conv: ShortConv, taps: dict[int, Tensor], transposed: bool) -> None:
-        self.transposed = transposed
-        self.taps = taps
-        self.reach = max(self.taps)
-        self.is_delay = len(self.taps) == 1 and bool((self.taps[self.reach] == 1).all())
-        batch, _, heads, per_head = conv.shape
-        self.kept = conv.weight.new_zeros(batch, self.reach, heads, per_head)
-
-    def __call__(self, x: Tensor, part: slice) -> Tensor:
-        if self.transposed:
-            held = torch.cat([x, self.kept], 1)
-            self.kept = held[:, : self.reach]
-        else:
-            held = torch.cat([self.kept, x], 1)
-            self.kept = held[:, held.shape[1] - self.reach :]
-        read = []
-        for lag, weight in self.taps.items():
-            first = lag if self.transposed else self.reach - lag
-            read.append((weight, held[:, first : first + x.shape[1]]))
-        if self.is_delay:
-            return read[0][1]
-        out = torch.mul(*read[0])
-        for weight, values in read[1:]:
-            out.addcmul_(weight, values)
-        return out

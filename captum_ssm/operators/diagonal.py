@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from .base import Operator, Role, Shape
-from .kernels.arithmetic import Scratch, with_graphs
+from .kernels.arithmetic import with_graphs
 from .kernels.bands import Band
-from .kernels.portions import LARGE, Stream, some_heads
+from .kernels.portions import some_heads
 from .kernels.rows import Positions, Strip, at_positions, clipped
 
 #: Role of a diagonal's factors, by component; factors of all other components have no role.
@@ -43,7 +42,6 @@ class Diagonal(Operator):
     """
 
     mixes_tokens = False
-    portion = LARGE
 
     def __init__(
         self,
@@ -78,20 +76,6 @@ class Diagonal(Operator):
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         of_weight = (values * gradient).sum_to_size(self.weight.shape)
         return self.weight * gradient, {"weight": of_weight}
-
-    def stream(self, transposed: bool, longest: int) -> Stream:
-        scratch = Scratch(self.weight)
-
-        def scaled(x: Tensor, part: slice) -> Tensor:
-            if x.dtype != self.dtype:
-                return self.factors(part) * x
-            return torch.mul(self.factors(part), x, out=scratch("scaled", *x.shape))
-
-        return scaled
-
-    def factors(self, tokens: slice) -> Tensor:
-        """Return the factors of T neighboring tokens, broadcastable to (B, T, H, P)."""
-        return self.weight if self.weight.shape[1] == 1 else self.weight[:, tokens]
 
     def _mean_forward(self, x: Tensor) -> Tensor:
         return self.weight.mean((-1, -2)) * x

@@ -7,7 +7,7 @@ float64.  Shapes are as in :mod:`.base`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 from ..errors import GradientModeError, OptionError
 from .kernels.arithmetic import sum_tensors
 from .kernels.bands import Band
-from .kernels.portions import Stream, evenly, parts
 from .kernels.rows import (
     Positions,
     Strip,
@@ -129,46 +128,6 @@ def dense(
     if goes_by_channel(operator, reduce):
         return by_channel(operator, reduce)
     return operator.rows(range(tokens), reduce)
-
-
-# --- products with sums over channels, a few tokens at a time ----------------------------------
-
-#: Smallest number of tokens mapped per call.
-_FEWEST = 4
-
-
-def channel_mean(operator: Operator, x: Tensor, transposed: bool) -> Tensor:
-    """Return the mean over channels of alpha x, or of alpha-transposed x, for ``x`` (B, L).
-
-    If the operator supports :meth:`.Operator.stream`, a few tokens of all channels are mapped per
-    call, so that they fit into the processor's cache.  Otherwise all tokens are mapped together.
-    """
-    batch, tokens, heads, per_head = operator.shape
-    elements, most, multiple = operator.portion
-    size = min(most, max(_FEWEST, elements // (batch * heads * per_head)))
-    size = evenly(tokens, max(multiple, size - size % multiple), multiple)
-    stream = operator.stream(transposed, size)
-    if stream is None:
-        mapped = operator.transpose if transposed else operator.apply
-        return mapped(x[..., None, None].expand(operator.shape)).mean((-1, -2))
-    found = []
-    for part in parts(tokens, size, transposed):
-        every_channel = x[:, part, None, None].expand(-1, -1, heads, per_head)
-        found.append(stream(every_channel, part).mean((-1, -2)))
-    return torch.cat(found[::-1] if transposed else found, 1)
-
-
-def all_streams(
-    operators: Iterable[Operator], transposed: bool, longest: int
-) -> list[Stream] | None:
-    """Return :meth:`.Operator.stream` of each operator, or None if any operator returns None."""
-    found = []
-    for operator in operators:
-        stream = operator.stream(transposed, longest)
-        if stream is None:
-            return None
-        found.append(stream)
-    return found
 
 
 def _in_stacks(operator: Operator, rows: range) -> Iterator[range]:

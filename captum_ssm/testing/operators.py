@@ -19,7 +19,6 @@ from torch import Tensor
 from ..errors import OptionError, QueryError
 from ..operators import Mixing, Operator, Reduce, Shape
 from ..operators.kernels.bands import Band
-from ..operators.kernels.portions import Stream
 from ..operators.kernels.rows import Strip
 
 #: Largest errors by dtype, relative to the largest result with absolute values of all terms.
@@ -294,13 +293,6 @@ def _maps(o: Operator, q: _Inputs) -> Iterator[Clause]:
     names = {leaf.component for leaf in o.leaves() if leaf.component}
     if (kept := o.restrict(names)) is not None:
         yield f"restrict({names})", kept.affine(q.v), lambda m, q: m.affine(q.v)
-    for longest in (1, 3):
-        if (stream := o.stream(False, longest)) is not None:
-            found = _fed(stream, q.v, longest, False)
-            yield f"stream(False, {longest})", found, lambda m, q: m.apply(q.v)
-        if (stream := o.stream(True, longest)) is not None:
-            found = _fed(stream, q.v, longest, True)
-            yield f"stream(True, {longest})", found, lambda m, q: m.mT.apply(q.v)
 
 
 def _of_values(o: Operator, q: _Inputs, name: str) -> Iterator[Clause]:
@@ -580,14 +572,6 @@ def _unrecorded(function: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
     with torch.inference_mode():
         assert torch.equal(out, function(v.clone())), "its result differs in inference_mode"
     return out
-
-
-def _fed(stream: Stream, v: Tensor, longest: int, transposed: bool) -> Tensor:
-    """Pass values to an operator's stream in short chunks; return the outputs of all tokens."""
-    tokens = v.shape[1]
-    parts = [slice(t, min(t + longest, tokens)) for t in range(0, tokens, longest)]
-    found = [stream(v[:, p], p).clone() for p in (parts[::-1] if transposed else parts)]
-    return torch.cat(found[::-1] if transposed else found, 1)
 
 
 def _whole(strip: Strip, shape: Shape, rows: range) -> Tensor:

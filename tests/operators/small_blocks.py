@@ -12,8 +12,6 @@ from types import ModuleType
 import pytest
 
 from captum_ssm import operators
-from captum_ssm.operators import base
-from captum_ssm.operators.kernels.portions import Portion
 
 #: How many elements, tokens, columns or channels blocks have, by how constants' names end.
 _SIZES = {
@@ -41,7 +39,6 @@ def blocks(small: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module, name, size in _constants():
             patch.setattr(module, name, size)
-        patch.setattr(base, "SMALL", Portion(8, 2))
         yield
 
 

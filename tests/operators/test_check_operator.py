@@ -27,7 +27,7 @@ def larger(found: Any) -> Any:
         return {name: larger(x) for name, x in found.items()}
     if isinstance(found, tuple):
         return tuple(larger(x) for x in found)
-    return lambda *args: larger(found(*args))  # a stream, or what pulls gradients back
+    return lambda *args: larger(found(*args))  # what pulls gradients back
 
 
 #: A kind, the method that is wrong, and the first clause that follows from it.
@@ -38,7 +38,7 @@ WRONG: list[tuple[Kind, str, str]] = [
     (CONV, "affine", "affine"), (CONV, "rows", "rows"), (CONV, "offset", "affine|offset"),
     (CONV, "entries", "dense"), (CONV, "after_band", "dense"),
     (HEADS, "backward", "backward"), (HEADS, "vjp", "vjp"), (HEADS, "entries", "dense"),
-    (diagonal(), "stream", "stream"), (diagonal(), "entries", "dense"),
+    (diagonal(), "entries", "dense"),
 ]  # fmt: skip
 
 

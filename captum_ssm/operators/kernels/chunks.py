@@ -158,30 +158,19 @@ def run_all(make: Callable[[int, bool], Steps], v: Tensor, transposed: bool) -> 
         v: the values.
         transposed: whether to use the adjoint.
     """
-    length = _best_length(v)
-    steps = make(length, transposed)
-    return run(steps, v, slice(0, v.shape[-3]), length, transposed)
-
-
-def run(steps: Steps, v: Tensor, part: slice, length: int, transposed: bool) -> Tensor:
-    """Map values (..., B, T, H, P) of the tokens ``part`` to outputs, a few chunks at a time."""
+    length = SHORT if few_vectors(v) else CHUNK
+    steps, tokens = make(length, transposed), range(v.shape[-3])
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    pieces = list(runs_of_chunks(range(part.start, part.stop), length, v.shape[-4] * v.shape[-2]))
+    pieces = list(runs_of_chunks(tokens, length, v.shape[-4] * v.shape[-2]))
     with torch.inference_mode():  # many calls, each faster without a graph
         for piece in reversed(pieces) if transposed else pieces:
-            here = slice(piece.start - part.start, piece.stop - part.start)
-            steps(v[..., here, :, :], piece, out[..., here, :, :])
+            steps(v[..., piece, :, :], piece, out[..., piece, :, :])
     return out
 
 
 def few_vectors(v: Tensor) -> bool:
     """Return True if ``v`` (..., B, L, H, P) has too few vectors to gain from long chunks."""
     return v.shape[:-4].numel() * v.shape[-1] <= FEW
-
-
-def _best_length(v: Tensor) -> int:
-    """Return the best number of tokens in a chunk to map ``v`` (..., B, L, H, P)."""
-    return SHORT if few_vectors(v) else CHUNK
 
 
 def stack(v: Tensor, length: int) -> Tensor:

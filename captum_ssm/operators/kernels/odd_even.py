@@ -44,7 +44,6 @@ class FadingSteps:
         self.decays = decays
         self.transposed = transposed
         self._scratch = Scratch(like)
-        self._outputs: Scratch | None = None
         self._state: Tensor | None = None
 
     def __call__(self, x: Tensor, part: slice, out: Tensor) -> None:
@@ -57,13 +56,6 @@ class FadingSteps:
             self._every_second(out, 0, 1).addcmul_(arriving, self._state)
         self._run(out, self.decays(slice(part.start + 1, part.stop)))
         self._state = self._every_second(out, out.shape[2] - 1, 1).clone()
-
-    def stream(self, x: Tensor, part: slice) -> Tensor:
-        """Map values (B, T, H, 1) of the tokens ``part``; the next call overwrites the result."""
-        self._outputs = self._outputs or Scratch(x)
-        out = self._outputs("out", 1, *x.shape[:3])
-        self(x[None, ..., 0], part, out)
-        return out[0, ..., None]
 
     def _run(self, y: Tensor, decay: Tensor) -> None:
         """Replace x by y[t] = a[t] y[t-1] + x[t], for x in ``y`` (..., T, H).

@@ -1,49 +1,17 @@
-"""Splitting work into parts: how many tokens, heads or elements to compute together.
-
-A causal operator can map a few tokens per call, from first to last, and its adjoint from last to
-first; between calls it stores only its state.  See :class:`Stream`.
-"""
+"""Splitting work into parts: how many tokens, heads or elements to compute together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 
-class Portion(NamedTuple):
-    """How many tokens to pass to an operator's :class:`Stream` per call.
-
-    Attributes:
-        elements: largest number of elements, over all channels of these tokens.
-        most: largest number of tokens.
-        multiple: the number of tokens should be a multiple of this number.
-    """
-
-    elements: int
-    most: int
-    multiple: int = 1
-
-
-#: For selective scans, whose states then fit into a CPU's second-level cache.
-SMALL = Portion(2**15, 32)
-#: For operators that compute one value for each channel and token.
-LARGE = Portion(2**19, 1024)
-
-
-class Stream(Protocol):
-    """A function that maps the next tokens, and keeps the operator's state for the next call."""
-
-    def __call__(self, x: Tensor, part: slice) -> Tensor:
-        """Map values (B, T, H, P) of the tokens ``part`` to the outputs of the same tokens."""
-
-
-def evenly(tokens: int, most: int, multiple: int = 1) -> int:
-    """Return the size of equal parts, at most ``most`` and then rounded up to ``multiple``."""
-    each = -(-tokens // -(-tokens // most))
-    return -(-each // multiple) * multiple
+def evenly(tokens: int, most: int) -> int:
+    """Return the size of equal parts, at most ``most``."""
+    return -(-tokens // -(-tokens // most))
 
 
 def parts(tokens: int, size: int, backwards: bool) -> Iterator[slice]:

@@ -25,9 +25,9 @@ from ..kernels.chunk_tree import (
     sums_over_channels,
     weigh,
 )
-from ..kernels.chunks import CHUNK, Chunk, ChunkSteps, Steps, run, run_all
+from ..kernels.chunks import Chunk, ChunkSteps, Steps, run_all
 from ..kernels.pivot_tree import BandFactors, semiseparable_strip
-from ..kernels.portions import LARGE, Portion, Stream, some_heads
+from ..kernels.portions import some_heads
 from ..kernels.rows import Strip, sum_of_lags, sum_strips
 
 if TYPE_CHECKING:
@@ -105,7 +105,6 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
 
     shape: Shape
     few_rows = 4
-    portion = LARGE
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
         first, last = min(band), max(band)
@@ -198,16 +197,6 @@ class ChunkedHeads(Recurrent, HeadOperator):
 
     def _chunks_up_to(self, rows: range) -> list[Chunk]:
         return chunks_up_to(self.chunk, rows, self.shape.batch * self.shape.heads)
-
-    def stream(self, transposed: bool, longest: int) -> Stream | None:
-        if self._example().is_cuda:  # launches of a few chunks would cost more than their work
-            return None
-        steps = self._steps(CHUNK, transposed)
-        return lambda x, part: run(steps, x, part, CHUNK, transposed)
-
-    @property
-    def portion(self) -> Portion:
-        return LARGE._replace(multiple=CHUNK)
 
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
         return run_all(self._steps, x, transposed)

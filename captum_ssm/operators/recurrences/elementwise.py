@@ -34,7 +34,7 @@ from ..kernels.chunk_tree import decay_matrices
 from ..kernels.odd_even import FadingSteps
 from ..kernels.pivot_strip import Fades, from_pivot
 from ..kernels.pivot_tree import BandFactors
-from ..kernels.portions import Heads, Stream, at_a_time, parts
+from ..kernels.portions import Heads, at_a_time, parts
 from ..kernels.rows import Strip, sum_of_lags
 from .base import TREE_ELEMENTS, TREE_LEAST, FadingRecurrence
 
@@ -101,18 +101,10 @@ class ElementwiseRecurrence(FadingRecurrence):
             stacked = x.squeeze(-1).reshape(-1, *self.shape[:3])
             return fused_fading.run(self.decay, stacked, transposed=transposed).view(x.shape)
         out = x.new_empty(x.shape[:-4].numel(), *self.shape[:3])
-        steps = self._steps(transposed)
+        steps = FadingSteps(lambda part: self.decay[:, part], self.decay, transposed)
         for part in parts(self.shape.tokens, _TOKENS, transposed):
             steps(x.squeeze(-1).reshape(out.shape)[:, :, part], part, out[:, :, part])
         return out.view(x.shape)
-
-    def _steps(self, transposed: bool) -> FadingSteps:
-        return FadingSteps(lambda part: self.decay[:, part], self.decay, transposed)
-
-    def stream(self, transposed: bool, longest: int) -> Stream | None:
-        if self.decay.is_cuda:  # a launch for each token would cost more than all its arithmetic
-            return None
-        return self._steps(transposed).stream
 
     # --- its matrices ----------------------------------------------------------------------
 

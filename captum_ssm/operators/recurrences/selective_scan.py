@@ -29,7 +29,6 @@ from ..kernels.pivot_strip import Fades, from_pivot
 from ..kernels.pivot_tree import BandFactors, semiseparable_strip
 from ..kernels.portions import (
     Heads,
-    Stream,
     at_a_time,
     evenly,
     gather_heads,
@@ -225,18 +224,6 @@ class SelectiveScan(FadingRecurrence):
         elements = stack * self.shape.batch * self.a.numel()
         most = min(_SCAN_TOKENS, max(_SCAN_LEAST, _SCAN_ELEMENTS // elements))
         return ScanSteps(self, stack, min(most, self.shape.tokens), transposed)
-
-    def stream(self, transposed: bool, longest: int) -> Stream | None:
-        if self.dt.is_cuda:  # a launch for each token would cost more than all its arithmetic
-            return None
-        steps, scratch = self._steps(1, transposed), Scratch(self.dt)
-
-        def stream(x: Tensor, part: slice) -> Tensor:
-            out = scratch("out", *x.shape)
-            steps(x[None, ..., 0], part, out[None, ..., 0])
-            return out
-
-        return stream
 
     # --- its matrices ----------------------------------------------------------------------
 
