@@ -152,7 +152,7 @@ class Operator:
     roles: Mapping[str, Role] = MappingProxyType({})
     live: Mapping[str, Tensor] = MappingProxyType({})
     at_rest: float | Tensor = 0.0
-    #: Whether computing whole matrices per head is faster than computing rows of all channels.
+    #: Whether computing whole matrices is faster than computing rows, for one channel per head.
     quick_heads = False
     #: Up to this many rows, :meth:`rows` computes their mean over channels faster than a strip.
     few_rows: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -82,7 +83,7 @@ def discard_smallest(ratio: float) -> Callable[[Tensor], Tensor]:
     return mean_of_largest
 
 
-# --- matrices channel by channel, if whole matrices per head are faster ---------------------------
+# --- matrices by head ---------------------------------------------------------------------------
 
 #: Largest number of elements of matrices computed together (8 MiB in float32).  The allocator
 #: returns larger memory to the system, and getting it back page by page is slow.
@@ -99,26 +100,18 @@ _PAIRWISE: dict[Reduce, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], 
 def goes_by_channel(operator: Operator, reduce: Reduce) -> bool:
     """Return True if :func:`by_channel` supports the reduction and is faster than rows."""
     known = reduce is None or (isinstance(reduce, str) and reduce in _PAIRWISE)
-    return known and any(leaf.quick_heads for leaf in operator.leaves())
+    quick = operator.shape.per_head == 1 and any(leaf.quick_heads for leaf in operator.leaves())
+    return known and quick
 
 
 def by_channel(operator: Operator, reduce: Reduce) -> Tensor:
-    """Return the matrices of all channels (B, C, L, L), or their reduction (B, L, L)."""
-    batch, tokens, heads, per_head = operator.shape
+    """Return the matrices (B, C, L, L) of an operator with P = 1, or their reduction (B, L, L)."""
     if reduce is None:
-        every = torch.empty(
-            batch, heads, per_head, tokens, tokens, dtype=operator.dtype, device=operator.device
-        )
-        for some, p, found in _matrices(operator):
-            every[:, some.start : some.stop, p] = found
-        return every.flatten(1, 2)
+        return by_head(operator)
     within, across = _PAIRWISE[reduce]
-    out: Tensor | None = None
-    for _, _, found in _matrices(operator):
-        part = within(found, 1)
-        out = part if out is None else across(out, part)
-    assert out is not None
-    return out
+    one = torch.ones(1, 1, 1, 1, dtype=operator.dtype, device=operator.device)
+    found = (within(sums_by_head(part, one, one), 1) for _, part in _some_heads(operator))
+    return functools.reduce(across, found)
 
 
 def by_head(operator: Operator) -> Tensor:
@@ -129,15 +122,6 @@ def by_head(operator: Operator) -> Tensor:
     for some, part in _some_heads(operator):
         out[:, some.start : some.stop] = sums_by_head(part, one / per_head, one)
     return out
-
-
-def _matrices(operator: Operator) -> Iterator[tuple[range, int, Tensor]]:
-    """Yield neighboring heads, a channel index p, and the heads' matrices of channel p."""
-    per_head = operator.shape.per_head
-    units = torch.eye(per_head, dtype=operator.dtype, device=operator.device)
-    for some, part in _some_heads(operator):
-        for p, unit in enumerate(units):
-            yield some, p, sums_by_head(part, unit[None, None, None], units.new_ones(1, 1, 1, 1))
 
 
 def sums_by_head(operator: Operator, left: Tensor, right: Tensor) -> Tensor:

@@ -57,7 +57,6 @@ def semiseparable_strip(
     tokens: int,
     rows: range,
     first_lag: int = 0,
-    own: Tensor | None = None,
 ) -> Strip:
     """Return rows of M times a banded matrix, summed over all blocks of channels.
 
@@ -72,13 +71,11 @@ def semiseparable_strip(
         tokens: number of tokens, L.
         rows: neighboring rows, ascending; at least one.
         first_lag: lag of the first column factors. Default: 0.
-        own: the sum over all channels of row factors times first column factors (B, R), if the
-            caller can compute it faster. Default: None, it is computed here.
     """
     total: _Sum | None = None
     for decay, u, columns in blocks:
         if total is None:
-            total = _Sum(decay, batch, rows, len(columns), own)
+            total = _Sum(decay, batch, rows, len(columns))
         total.add(decay, u, columns)
     if total is None:
         raise ValueError("blocks is empty. Pass at least one block of factors (decays, U, V).")
@@ -96,17 +93,11 @@ class _Sum:
         diagonals: for every lag, entry (i, i - lag) of each row i, (lags, B, R).
     """
 
-    def __init__(
-        self, like: Tensor, batch: int, rows: range, lags: int, own: Tensor | None
-    ) -> None:
+    def __init__(self, like: Tensor, batch: int, rows: range, lags: int) -> None:
         self.rows = rows
         depth = (rows.stop - 1).bit_length()
         self.levels = [_Level(like, batch, rows.stop, 2**i) for i in range(depth)]
         self.diagonals = like.new_zeros(lags, batch, rows.stop)
-        #: Indices of the lags whose diagonals :meth:`add` sums; ``own`` is the first diagonal.
-        self._summed = range(0 if own is None else 1, lags)
-        if own is not None:
-            self.diagonals[0, :, rows.start :] = own
         self._scratch = Scratch(like)
 
     def add(self, decay: Tensor, u: Tensor, columns: Sequence[Tensor]) -> None:
@@ -117,8 +108,7 @@ class _Sum:
         for lag, column in enumerate(columns):
             if lag:
                 column[:, 1:].addcmul_(decay[:, 1:], columns[lag - 1][:, :-1])
-            if lag in self._summed:
-                self.diagonals[lag] += torch.mul(u, column, out=products).sum(-1)
+            self.diagonals[lag] += torch.mul(u, column, out=products).sum(-1)
         u *= decay
         window, near = math.inf, self.rows.stop
         for level in self.levels:

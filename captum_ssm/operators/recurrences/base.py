@@ -6,7 +6,6 @@ each other.  :class:`ChunkedHeads` computes chunk by chunk, for heads with sever
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -121,9 +120,8 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
             if rows.start >= pivot_strip.LEAST + max(last, last - first):
                 return pivot_strip.strip_by_pivot(self, left, band, rows)
             factors = self._tree_blocks(left, band, rows)
-            own = self._own_entries(left, band[first], slice(rows.start, rows.stop))
             batch, tokens, *_ = self.shape
-            return semiseparable_strip(factors, batch, tokens, rows, first, own)
+            return semiseparable_strip(factors, batch, tokens, rows, first)
 
     def _by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
         """Return :meth:`entries` with ``by_head=True``, for a band with few lags."""
@@ -132,20 +130,6 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
     def _tree_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[BandFactors]:
         """Yield decays, row factors and column factors of blocks of channels and states."""
         raise NotImplementedError
-
-    def _own_entries(self, left: Tensor, right: Tensor, rows: slice) -> Tensor:
-        """Return the diagonal entries (B, R) of left . recurrence . right, summed over channels."""
-        every, (batch, tokens, heads, _) = slice(None), self.shape
-        read = (self.reads(rows, every) * self.writes(rows, every)).sum(2)  # (B, R, 1 or H)
-        row = left.expand(batch, tokens, -1, -1)[:, rows, :, 0]  # (B, R, 1 or H)
-        sent = self.entering(right[..., 0]).expand(batch, tokens, heads)[:, rows]
-        # factors common to all channels are not expanded: loops are slow over such operands
-        by_head = [factor for factor in (row, read) if factor.shape[-1] > 1]
-        own: Tensor = torch.linalg.vecdot(math.prod(by_head), sent) if by_head else sent.sum(-1)
-        for factor in (row, read):
-            if factor.shape[-1] == 1:
-                own = own * factor[..., 0]
-        return own
 
 
 class ChunkedHeads(Recurrent, HeadOperator):

@@ -54,7 +54,6 @@ class ScalarDecayHeads(ChunkedHeads):
         True
     """
 
-    quick_heads = True
     few_rows = 3
     roles: Mapping[str, Role] = {
         "query": "query",
