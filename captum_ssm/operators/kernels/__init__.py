@@ -27,10 +27,10 @@ ScalarDecayHeads and VectorDecayHeads use pivot_tree if the factors are equal fo
 head, and chunk_tree otherwise.
 
 On a GPU a launch per token would cost more than the token's arithmetic.  There fused_scan replaces
-token_loop and scan_backward, and ElementwiseRecurrence uses fused_fading.  Without Triton, a GPU
-runs odd_even, and chunks for many vectors.  The mixers' projections by weights in half precision
-use wide_products.  Other operators need none of these kernels: diagonals and short convolutions are
-bands, long convolutions use fast Fourier transforms, and explicit matrices use matrix products.
+token_loop and scan_backward, and ElementwiseRecurrence uses fused_fading; both need Triton.  The
+mixers' projections by weights in half precision use wide_products.  Other operators need none of
+these kernels: diagonals and short convolutions are bands, long convolutions use fast Fourier
+transforms, and explicit matrices use matrix products.
 
 Names of the algorithms; each module cites a reference and names a naive version in tests/oracles:
 

@@ -14,17 +14,14 @@ Read ``__init__``, ``tensors``, ``select`` and ``at`` first; the other methods a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..base import Pull, Role, Shape
-from ..kernels import chunks, fused_scan
+from ..kernels import fused_scan
 from ..kernels.arithmetic import BINARY, Scratch, with_graphs
 from ..kernels.bands import Band
-from ..kernels.chunks import Chunk, in_chunks
-from ..kernels.odd_even import FadingSteps
 from ..kernels.pivot_strip import Fades, from_pivot
 from ..kernels.pivot_tree import BandFactors, semiseparable_strip
 from ..kernels.portions import (
@@ -32,14 +29,12 @@ from ..kernels.portions import (
     at_a_time,
     evenly,
     gather_heads,
-    parts,
     some_heads,
     vectors_of_heads,
 )
 from ..kernels.rows import Strip
 from ..kernels.scan_backward import selective_scan
 from ..kernels.token_loop import ScanSteps
-from ..kernels.within_chunk import decayed
 from .base import TREE_ELEMENTS, TREE_LEAST, FadingRecurrence
 
 #: Largest numbers of tokens, and of elements of states, that the loop over tokens computes
@@ -48,11 +43,6 @@ _SCAN_TOKENS = 32
 _SCAN_ELEMENTS = 2**19
 #: Smallest number of tokens computed together, so that copying the last state costs little.
 _SCAN_LEAST = 4
-#: Largest number of elements of chunks' matrices computed together (64 MiB in float32).
-_CHUNK_ELEMENTS = 2**24
-#: Largest number of elements of states in odd-even reduction (1 GiB in float32), and of
-#: vectors that are mapped by this reduction instead of by chunks' matrices.
-_REDUCED_ELEMENTS, _FEW = 2**28, 4
 #: Smallest number of tokens for which heads are sorted by how fast their states decay.
 _ORDERED = 1024
 #: Largest number of channels times states of a block of the tree, so that it fits into the cache.
@@ -189,41 +179,19 @@ class SelectiveScan(FadingRecurrence):
     def by_memory(self, tokens: slice) -> Tensor:
         return (self.dt[:, tokens].sum((0, 1)) * self.a.sum(1)).argsort()
 
-    def chunk(self, part: slice, length: int) -> Chunk:
-        """Return the chunks of neighboring tokens; see :meth:`.ChunkedHeads.chunk`."""
-        heads = self.shape.heads
-        dt = in_chunks(self.dt[:, part, :, None], length)  # (B, H, chunks, T, 1)
-        key, read = (
-            in_chunks(vectors_of_heads(x[:, part], heads), length) for x in (self.b, self.c)
-        )
-        rows, columns = read.expand(-1, heads, -1, -1, -1), dt * key
-        (within,), (reads,), writes, total = decayed(dt * self.a[:, None, None], [rows], columns)
-        return Chunk(part, within, reads, writes, carry=total.mT)
-
     # --- the map and its adjoint -----------------------------------------------------------
 
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
-        if x.is_cuda:
-            return self._run_on_gpu(x, transposed)
-        out = x.new_empty(x.shape[:-4].numel(), *self.shape[:3])
-        steps = self._steps(len(out), transposed)
-        steps(x.squeeze(-1).reshape(out.shape), slice(0, self.shape.tokens), out)
-        return out.view(x.shape)
-
-    def _run_on_gpu(self, x: Tensor, transposed: bool) -> Tensor:
-        """Compute :meth:`_run` on a GPU with Triton's kernel, or else by reduction or chunks."""
-        if fused_scan.serves(self):
-            stacked = x.squeeze(-1).reshape(-1, *self.shape[:3])
+        stacked, tokens = x.squeeze(-1).reshape(-1, *self.shape[:3]), self.shape.tokens
+        if x.is_cuda and fused_scan.serves(self):
             coefficients = self.dt, self.a, self.b, self.c
             return fused_scan.run(*coefficients, stacked, transposed=transposed).view(x.shape)
-        few = x.shape[:-4].numel() <= _FEW
-        return (_by_reduction if few else _by_products)(self, x, transposed)
-
-    def _steps(self, stack: int, transposed: bool) -> ScanSteps:
-        """Return the loop over tokens for ``stack`` vectors; the states fit into the cache."""
-        elements = stack * self.shape.batch * self.a.numel()
+        out = x.new_empty(stacked.shape)
+        elements = len(out) * self.shape.batch * self.a.numel()  # of the states of a token
         most = min(_SCAN_TOKENS, max(_SCAN_LEAST, _SCAN_ELEMENTS // elements))
-        return ScanSteps(self, stack, min(most, self.shape.tokens), transposed)
+        steps = ScanSteps(self, len(out), min(most, tokens), transposed)
+        steps(stacked, slice(0, tokens), out)
+        return out.view(x.shape)
 
     # --- its matrices ----------------------------------------------------------------------
 
@@ -279,55 +247,6 @@ class SelectiveScan(FadingRecurrence):
                     else:
                         factor.zero_()
                 yield decay, u, v
-
-
-def _by_reduction(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
-    """Return alpha x, or alpha-transposed x, for few vectors (..., B, L, H, 1), by odd_even.
-
-    The number of launches grows with log L; the states of many tokens are in memory together.
-    """
-    batch, tokens, heads, _ = scan.shape
-    rate = BINARY * scan.a  # (H, N)
-    each = batch * rate.numel()
-
-    def decays(part: slice) -> Tensor:
-        return (scan.dt[:, part, :, None] * rate).exp2_().flatten(2)  # (B, T, H N)
-
-    steps = FadingSteps(decays, scan.dt, transposed)
-    stacked = x.reshape(-1, batch, tokens, heads, 1)
-    out = torch.empty_like(stacked, memory_format=torch.contiguous_format)
-    entering, leaving = (scan.c, scan.b) if transposed else (scan.b, scan.c)
-    size = max(chunks.CHUNK, _REDUCED_ELEMENTS // (len(stacked) * each))
-    for part in parts(tokens, size, transposed):
-        dt = scan.dt[:, part, :, None]
-        vectors = stacked[:, :, part] if transposed else stacked[:, :, part] * dt
-        states = vectors * vectors_of_heads(entering[:, part], heads)  # (S, B, T, H, N)
-        flat = states.flatten(-2)
-        steps(flat, part, flat)
-        if leaving.dim() == 3:
-            read = states @ leaving[:, part, :, None]
-        else:
-            read = (states * vectors_of_heads(leaving[:, part], heads)).sum(-1, keepdim=True)
-        torch.mul(read, dt if transposed else 1.0, out=out[:, :, part])
-    return out.view(x.shape)
-
-
-def _by_products(scan: SelectiveScan, x: Tensor, transposed: bool) -> Tensor:
-    """Return alpha x, or alpha-transposed x, for x (..., B, L, H, 1), by matrix products of chunks.
-
-    This is fast for many vectors, which share the chunks' matrices.  On a CPU the loop over tokens
-    is faster for up to 64 vectors, because calls cost little there.
-    """
-    batch, tokens, heads, _ = scan.shape
-    out = torch.empty_like(x)
-    side = min(chunks.CHUNK, tokens)
-    size = max(1, _CHUNK_ELEMENTS // (batch * side * max(side, scan.a.shape[-1])))
-    for start in range(0, heads, size):
-        part = range(start, min(start + size, heads))
-        some = scan if len(part) == heads else scan.select(part)
-        make, values = partial(chunks.ChunkSteps, some.chunk), x[..., start : part.stop, :]
-        out[..., start : part.stop, :] = chunks.run_all(make, values, transposed)
-    return out
 
 
 def _outer(channels: Tensor, states: Tensor, out: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from operators.kinds import elementwise, randn, wkv
+from operators.kinds import elementwise, wkv
 from oracles import kernels as naive
 from oracles import relative_error, scan_matrices, times
 from torch import Tensor
@@ -24,7 +24,6 @@ from captum_ssm.operators.kernels.odd_even import FadingSteps
 from captum_ssm.operators.kernels.pivot_tree import semiseparable_strip
 from captum_ssm.operators.kernels.truths import all_finite
 from captum_ssm.operators.kernels.within_chunk import decayed_grams
-from captum_ssm.operators.recurrences import selective_scan
 
 # for any draw, of sums over up to 1024 tokens; typical is 3e-7
 FLOAT32 = 1e-5
@@ -188,23 +187,6 @@ def test_extreme_steps(step: float, dtype: torch.dtype, tokens: int) -> None:
         assert not operator.dense(None).any()
         assert not operator.apply(torch.randn(operator.shape).to(dtype)).any()
     check_everything(operator, 1e-12 if dtype == torch.float64 else FLOAT32)
-
-
-@pytest.mark.parametrize(("tokens", "groups"), [(1, 3), (65, 0), (130, 3)])
-@pytest.mark.parametrize("elements", [1, 10**9])
-def test_the_ways_of_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, tokens: int, groups: int, elements: int
-) -> None:
-    """Odd-even reduction and products with chunks' matrices equal the loop over tokens."""
-    for name in ("_CHUNK_ELEMENTS", "_REDUCED_ELEMENTS"):
-        monkeypatch.setattr(selective_scan, name, elements)
-    vectors = (2, tokens, groups, 3) if groups else (2, tokens, 3)
-    dt, a = torch.rand(2, tokens, 6).double(), -torch.rand(6, 3).double()
-    scan = SelectiveScan(dt, a, randn(*vectors), randn(*vectors))
-    v = randn(7, *scan.shape)
-    for transposed, wanted in ((False, scan.apply(v)), (True, scan.transpose(v))):
-        for way in (selective_scan._by_products, selective_scan._by_reduction):
-            assert relative_error(way(scan, v, transposed), wanted) <= EXACT
 
 
 @pytest.mark.parametrize("step", [1e-30, 1e-6, 0.5, 0.6931, 0.6932, 1.0, 30.0, 1e4])
