@@ -20,7 +20,7 @@ state are computed for several neighboring chunks together.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class Chunk(NamedTuple):
             self.within.mT,
             self.writes,
             self.reads,
-            self.carry,
+            self.carry.mT if self.carry.shape[-1] > 1 else self.carry,
             None if self.faded is None else self.faded[::-1],
         )
 
@@ -102,15 +102,8 @@ def in_chunks(x: Tensor, length: int) -> Tensor:
     return torch.unflatten(x, -3, (-1, length)).movedim(-2, -4).contiguous()
 
 
-class Steps(Protocol):
-    """A function that maps the next chunks, and keeps the recurrence's state for the next call."""
-
-    def __call__(self, v: Tensor, part: slice, out: Tensor) -> None:
-        """Map values (..., B, T, H, P) of the tokens ``part``, and write the outputs to ``out``."""
-
-
 class ChunkSteps:
-    """Run a recurrence chunk by chunk; each chunk multiplies the state by a diagonal or a scalar.
+    """Run a recurrence chunk by chunk, and keep its state between calls.
 
     Args:
         chunk_of: function that computes the chunks of some tokens.
@@ -145,21 +138,23 @@ class ChunkSteps:
     def _states_before(self, chunk: Chunk, x: Tensor) -> Tensor:
         """Return the state before each chunk (B, G, C, N, S, H / G, P), from the values ``x``."""
         written = torch.unflatten(matmul(chunk.writes.mT, x.flatten(-3)), -1, x.shape[4:])
-        carry = _of_heads(chunk.carry, chunk.writes.shape[1])
+        carry = chunk.carry
+        if carry.shape[-1] == 1:
+            carry = _of_heads(carry, chunk.writes.shape[1])
         before, self.state = _states(written, carry, self.state, self.transposed)
         return before
 
 
-def run_all(make: Callable[[int, bool], Steps], v: Tensor, transposed: bool) -> Tensor:
+def run_all(chunk_of: ChunkOf, v: Tensor, transposed: bool) -> Tensor:
     """Return alpha v, or alpha-transposed v, for values ``v`` (..., B, L, H, P) of all tokens.
 
     Args:
-        make: function that returns the steps, given the length of a chunk and ``transposed``.
+        chunk_of: function that computes the chunks of some tokens.
         v: the values.
         transposed: whether to use the adjoint.
     """
     length = SHORT if few_vectors(v) else CHUNK
-    steps, tokens = make(length, transposed), range(v.shape[-3])
+    steps, tokens = ChunkSteps(chunk_of, length, transposed), range(v.shape[-3])
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     pieces = list(runs_of_chunks(tokens, length, v.shape[-4] * v.shape[-2]))
     with torch.inference_mode():  # many calls, each faster without a graph
@@ -171,19 +166,6 @@ def run_all(make: Callable[[int, bool], Steps], v: Tensor, transposed: bool) -> 
 def few_vectors(v: Tensor) -> bool:
     """Return True if ``v`` (..., B, L, H, P) has too few vectors to gain from long chunks."""
     return v.shape[:-4].numel() * v.shape[-1] <= FEW
-
-
-def stack(v: Tensor, length: int) -> Tensor:
-    """Split values (..., B, L, H, P) into chunks (B, H, C, T, S P), with S stacked vectors."""
-    vectors = v.flatten(0, -5) if v.dim() > 4 else v[None]
-    return in_chunks(vectors, length).movedim(0, -2).flatten(-2)
-
-
-def unstack(x: Tensor, out: Tensor) -> None:
-    """Invert :func:`stack`: write ``x`` (B, H, C, T, S P) to ``out`` (..., B, L, H, P)."""
-    x = torch.unflatten(x, -1, (-1, out.shape[-1])).flatten(2, 3)  # (B, H, L, S, P)
-    vectors = x.permute(3, 0, 2, 1, 4)
-    out.copy_(torch.unflatten(vectors, 0, out.shape[:-4]) if out.dim() > 4 else vectors[0])
 
 
 def _by_group(x: Tensor, length: int, groups: int) -> Tensor:
@@ -212,7 +194,8 @@ def _states(
 
     Args:
         written: the term that each chunk adds (B, G, C, N, S, H / G, P); overwritten.
-        carry: factor of the state before each chunk (B, G, C, N or 1, 1, H / G, 1).
+        carry: factor of the state before each chunk: a diagonal (B, G, C, N or 1, 1, H / G, 1), or
+            a matrix (B, H, C, N, N), with G = H.
         state: state before the first chunk (B, G, N, S, H / G, P); None if it is zero.
         backwards: whether to run from the last chunk to the first.
     """
@@ -222,6 +205,10 @@ def _states(
     for c in order:
         kept, gained = steps[c]
         before[c] = torch.zeros_like(gained) if state is None else state
-        state = gained if state is None else gained.addcmul_(kept, state)
+        if state is not None and carry.dim() == 5:
+            gained += matmul(kept, state.flatten(-3)).view(state.shape)
+        elif state is not None:
+            gained.addcmul_(kept, state)
+        state = gained
     assert state is not None
     return before[0][:, :, None] if len(before) == 1 else torch.stack(before, 2), state

@@ -24,7 +24,7 @@ from ..kernels.chunk_tree import (
     sums_over_channels,
     weigh,
 )
-from ..kernels.chunks import Chunk, ChunkSteps, Steps, run_all
+from ..kernels.chunks import Chunk, run_all
 from ..kernels.pivot_tree import BandFactors, semiseparable_strip
 from ..kernels.portions import some_heads
 from ..kernels.rows import Strip, sum_of_lags, sum_strips
@@ -183,8 +183,4 @@ class ChunkedHeads(Recurrent, HeadOperator):
         return chunks_up_to(self.chunk, rows, self.shape.batch * self.shape.heads)
 
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
-        return run_all(self._steps, x, transposed)
-
-    def _steps(self, length: int, transposed: bool) -> Steps:
-        """Return a function that runs the map, or its adjoint, by chunks of ``length`` tokens."""
-        return ChunkSteps(self.chunk, length, transposed)
+        return run_all(self.chunk, x, transposed)

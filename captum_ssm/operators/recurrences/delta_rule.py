@@ -25,8 +25,8 @@ from ..base import Role, Shape
 from ..kernels.arithmetic import exponential, with_graphs
 from ..kernels.attention_backward import gradients
 from ..kernels.bands import shift_tokens
-from ..kernels.chunks import Chunk, Steps, in_chunks
-from ..kernels.ut_transform import Corrected, CorrectedSteps, corrected
+from ..kernels.chunks import Chunk, in_chunks
+from ..kernels.ut_transform import delta_chunk
 from .base import ChunkedHeads
 
 #: Queries and gradients of the outputs, or keys and values.
@@ -194,14 +194,6 @@ class DeltaRule(ChunkedHeads):
     # --- reads, writes, carry --------------------------------------------------------------
 
     def chunk(self, part: slice, length: int) -> Chunk:
-        return self._corrected(part, length).chunk(part)
-
-    def _corrected(self, part: slice, length: int) -> Corrected:
-        """Return chunks of the tokens ``part`` after solving each chunk's triangular system.
-
-        Reads and writes then hold corrected values, see :class:`.Corrected`.
-        """
-
         def cut(x: Tensor) -> Tensor:
             return in_chunks(x[:, part], length)
 
@@ -214,10 +206,4 @@ class DeltaRule(ChunkedHeads):
         taken = None  # then it is beta k
         if self.erase_step is not None:
             taken = in_chunks(self.corrections(part).taken, length)
-        return corrected(query, beta * key, erase, taken, logs, late)
-
-    # --- the map and its adjoint -----------------------------------------------------------
-
-    def _steps(self, length: int, transposed: bool) -> Steps:
-        """Return steps that use corrected values, which cost less than the chunks' matrices."""
-        return CorrectedSteps(self._corrected, length, transposed)
+        return delta_chunk(part, query, beta * key, erase, taken, logs, late)
