@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .tracing import trace
     from .viz import report
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 #: The module of each public name, imported on first use so that ``import captum_ssm`` is fast.
 _WHERE = {
