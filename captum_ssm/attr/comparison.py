@@ -251,7 +251,12 @@ def compare(
                     arguments = (cut(embedded.get(name, tensor)), *further)
                     summed = per_token or name in embedded
                     own = isinstance(method, SSMAttribution)
-                    with nullcontext() if own else counting_runs(find_model(forward_func, model)):
+                    expected = _expected(method, of_method, len(arguments[0]))
+                    with (
+                        nullcontext()
+                        if own
+                        else counting_runs(find_model(forward_func, model), expected)
+                    ):
                         found, its_sums = _relevance(method, arguments, of_method, summed, grid)
                     if not isinstance(found, Tensor):
                         raise OptionError(
@@ -406,6 +411,16 @@ def _chosen(
 def _cut(cut: BatchPart, name: str, value: Any) -> Any:
     """Return an option's value for the part of the batch that ``cut`` selects."""
     return cut.target(value) if name == "contrast" else cut(value)
+
+
+def _expected(method: Attribution, options: Mapping[str, Any], batch: int) -> int | None:
+    """Return how many examples Captum's method runs together; None if no option says so."""
+    known = inspect.signature(method.attribute).parameters
+    for name in ("n_steps", "n_samples", "nt_samples"):
+        if name in known:
+            count = options.get(name, known[name].default)
+            return batch * count if isinstance(count, int) else None
+    return None
 
 
 def _relevance(

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from captum._utils.progress import progress
-from torch import nn
+from torch import Tensor, nn
 
 from . import checks
 
@@ -38,10 +38,10 @@ class _Bar:
         while not self._ended.wait(_TICK):
             self.shown.refresh()
 
-    def show(self, *more: str) -> None:
-        """Move the bar to the start of the current step, and show the labels."""
+    def show(self, *more: str, done: float = 0.0) -> None:
+        """Move the bar to the fraction ``done`` of the current step, and show the labels."""
         self.shown.set_postfix_str(", ".join(filter(None, [*self.labels, *more])), refresh=False)
-        self.shown.update(max(0.0, self.start - self.shown.n))
+        self.shown.update(max(0.0, self.start + done * self.size - self.shown.n))
 
     def end(self, *, whole: bool) -> None:
         """Close the bar; fill it first if the call is complete (``whole``)."""
@@ -102,20 +102,27 @@ def shown(items: Sequence[T], labels: Sequence[str] | None = None) -> Iterator[T
 
 
 @contextmanager
-def counting_runs(model: nn.Module) -> Iterator[None]:
-    """Show the number of model runs in the bar, for methods with an unknown number of steps."""
-    at, runs = _now.get(), 0
+def counting_runs(model: nn.Module, expected: int | None) -> Iterator[None]:
+    """Show the number of model runs in the bar, for methods that make their own steps.
+
+    Args:
+        model: the model.
+        expected: the number of examples in all runs together, by which the bar moves. None if it is
+            unknown.
+    """
+    at, runs, examples = _now.get(), 0, 0
     if at is None:
         yield
         return
 
-    def count(*_: Any) -> None:
-        nonlocal runs
-        runs += 1
-        at.show(f"run {runs}")
+    def count(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        nonlocal runs, examples
+        runs, given = runs + 1, (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        examples += len(next((x for x in given if x.dim()), ()))
+        at.show(f"run {runs}", done=min(1.0, examples / expected) if expected else 0.0)
         at.shown.refresh()
 
-    handle = model.register_forward_hook(count)
+    handle = model.register_forward_hook(count, with_kwargs=True)
     try:
         yield
     finally:
