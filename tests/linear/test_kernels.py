@@ -112,7 +112,7 @@ class Explained:
 
     def by_operators(self, rule: str, mask: Tensor | None = None) -> Tensor:
         with self._patch.context() as patch:
-            patch.setattr(Network, "reads", lambda *_: False)
+            patch.setattr(Network, "_reads", lambda *_: False)
             return self(rule, mask)
 
 
@@ -268,7 +268,7 @@ def test_roles_follow_paths_through_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     with InFloat64():
         found = LatimFlow(model).decompose(ids, **asked)
         with monkeypatch.context() as patch:
-            patch.setattr(Network, "reads", lambda *_: False)
+            patch.setattr(Network, "_reads", lambda *_: False)
             wanted = LatimFlow(model).decompose(ids, **asked)
     assert found.roles is not None and wanted.roles is not None
     assert {"key", "query", "gate", "step", "content"} == set(found.roles)
