@@ -93,7 +93,7 @@ class UncutRun(Watcher):
         """Return a number of calls of blocks that are the same while mixers are cut.
 
         Args:
-            names: the names of the mixers; an empty name stands for all mixers.
+            names: the names of the mixers; an empty name means all mixers.
         """
         first = min(self._before.values(), default=0)
         found = min((self._before.get(name, first) for name in names), default=first)
