@@ -40,8 +40,10 @@ class FlowMethod(LinearMethod):
         *,
         rule: Rule | None = None,
         recompute: bool | None = None,
+        chunk_tokens: int | None = None,
     ) -> None:
         super().__init__(forward_func, model, layers)
+        self.chunk_tokens = checks.count("chunk_tokens", chunk_tokens)
         if recompute is not None:
             checks.flags(recompute=recompute)
         self.recompute = recompute
@@ -72,8 +74,23 @@ class FlowMethod(LinearMethod):
             by_layer=by_layer,
             verify=verify,
             recompute=self.recompute,
+            chunk_tokens=self.chunk_tokens,
             **more,
         )
+
+    def _by_parts(
+        self,
+        inputs: Tensor,
+        targets: Sequence[Any],
+        additional_forward_args: Any,
+        internal_batch_size: int | None,
+        explain: Callable[[Request, Sequence[Any], BatchPart], Sequence[T]],
+        others: tuple[Tensor, ...] = (),
+    ) -> list[tuple[T, ...]]:
+        if self.chunk_tokens is not None and not others:
+            internal_batch_size = 1
+        given = inputs, targets, additional_forward_args, internal_batch_size
+        return super()._by_parts(*given, explain, others)
 
     def _relevance(
         self,

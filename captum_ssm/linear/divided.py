@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..operators.base import Role
 from ..operators.kernels.arithmetic import unseen
+from .carried import Before
 from .shares import FAMILY, by_example, nodes_of, running_mean
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class Core:
         result: the kernel's output, if there is a gate. Default: None.
         mapped: the kernel's output after a linear map, if there is a gate. Default: None.
         softmax: whether the kernel is softmax attention. Default: False.
+        before: by factor, the sum over the tokens before the factor's, and the number of these
+            tokens. Default: none.
         key: a key that identifies this object among all that divide relevance.
     """
 
@@ -45,6 +48,7 @@ class Core:
     result: Tensor | None = None
     mapped: Tensor | None = None
     softmax: bool = False
+    before: Mapping[str, Before] = field(default_factory=dict)
     key: object = field(init=False)
 
     def __post_init__(self) -> None:
@@ -134,7 +138,7 @@ class Core:
         mask = self.reading.mask
         if mask is not None:  # with a cache, of keys; queries and steps are of the last tokens
             mask = mask[:, -factor.shape[dim] :]
-        mean = running_mean(factor.movedim(dim, 1), mask).movedim(1, dim)
+        mean = running_mean(factor.movedim(dim, 1), mask, self.before.get(name)).movedim(1, dim)
         return torch.lerp(mean, factor, node)
 
     def followed(self, up: Tensor) -> dict[str, Tensor]:

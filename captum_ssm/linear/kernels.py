@@ -105,6 +105,11 @@ def _by_name(
             roles[name], factors[name] = ("content", 1), given.pop(name).clone()
     if not factors or any(map(reading.mode.is_live, given.values())):
         return reading.give_up(called)
+    if reading.carried is not None and any(given.get(name) is True for name in _LAST):
+        y, state = reading.moved_with_state(
+            functools.partial(kernel, **given), roles, factors, softmax
+        )
+        return (y if z is None else y * F.silu(z)), state
     rest: list[Any] = []
 
     def run(**factors: Tensor) -> Tensor:
@@ -266,6 +271,11 @@ def _selective_scan(
     **options: Any,
 ) -> Any:
     """Call mamba_ssm's selective_scan_fn or transformers' mamba_selective_scan on u (B, D, L)."""
+    if reading.carried is not None:
+        first = reading.carried.state_of(reading.mixer, reading.scans)
+        reading.scans += 1
+        args = u, delta, A, B, C, D, z, delta_bias, delta_softplus
+        return _scan_from(first, reading, kernel, *args, **options)
     options |= {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
     on_processor = u.device.type == "cpu" and B.dim() == C.dim() == 3 and not A.is_complex()
 
@@ -277,6 +287,66 @@ def _selective_scan(
     y = reading.moved(run, _SCAN, {"u": u, "delta": delta, "B": B, "C": C})
     y = y if z is None else y * F.silu(z)
     return (y, _unread(A.expand(len(u), *A.shape))) if return_last_state else y
+
+
+#: The step of tokens that stand for a first state; a power of 2, by which division is exact.
+_SHORT = 2.0**-10
+
+
+def _scan_from(
+    initial_state: Tensor | None,
+    reading: Reading,
+    kernel: Callable[..., Tensor],
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    delta_softplus: bool,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Call a selective scan from a first state (B, D, N); return the result and the last state.
+
+    The kernels accept no first state. N tokens before the others write it, one column each, and N
+    tokens after the others read the last state.
+    """
+    if A.is_complex() or B.dim() != 3 or C.dim() != 3 or len(A) != u.shape[1]:
+        return reading.give_up(kernel, u, delta, A, B, C), A
+    states, wide = A.shape[1], torch.promote_types(u.dtype, torch.float32)
+    unit = torch.eye(states, dtype=wide, device=u.device).expand(len(u), states, states)
+    # what is left of each column when all are written
+    left = (torch.arange(states, device=A.device).flip(0) * A.to(wide) * _SHORT).exp() * _SHORT
+
+    def run(
+        u: Tensor, delta: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        dtype, (u, step, B, C) = u.dtype, (x.to(wide) for x in (u, delta, B, C))
+        step = step if delta_bias is None else step + delta_bias[:, None]
+        step = F.softplus(step) if delta_softplus else step
+        none, still = u.new_zeros(*u.shape[:2], states), step.new_zeros(*u.shape[:2], states)
+        before, first = unit[..., :0], 0
+        if initial_state is not None:
+            u, step = (
+                torch.cat([initial_state / left, u], -1),
+                torch.cat([still + _SHORT, step], -1),
+            )
+            before, first = unit, states
+        B = torch.cat([before, B, torch.zeros_like(unit)], -1)
+        C = torch.cat([torch.zeros_like(before), C, unit], -1)
+        u, step = torch.cat([u, none], -1), torch.cat([step, still], -1)
+        y = kernel(u, step, A, B, C, None, z=None, **options)
+        out = y[..., first:-states]
+        out = out if D is None else out + u[..., first:-states] * D[:, None]
+        return out.to(dtype), y[..., -states:]
+
+    roles, factors = dict(_SCAN), {"u": u, "delta": delta, "B": B, "C": C}
+    if initial_state is not None:
+        roles["initial_state"], factors["initial_state"] = ("content", 1), initial_state
+    y, state = reading.moved_with_state(run, roles, factors)
+    return (y if z is None else y * F.silu(z)), state
 
 
 def _by_operator(
@@ -419,7 +489,9 @@ def attention(
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return kernel(query, key, value, *args, **kwargs)
 
-    return reading.moved(run, _PAIRS, {"query": query, "key": key, "value": value}, softmax=True)
+    factors = {"query": query, "key": key, "value": value}
+    before = {} if reading.carried is None else reading.carried.attended(query, key)
+    return reading.moved(run, _PAIRS, factors, softmax=True, before=before)
 
 
 def _of_content(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:

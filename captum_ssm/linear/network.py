@@ -42,6 +42,7 @@ from ..tracing.verification import (
     tolerance_for,
 )
 from .blocks import Blocks, lists_of_blocks
+from .carried import Carried
 from .kernels import entries
 from .mode import Linearizing
 from .reading import Reading, is_read, mask_of
@@ -94,6 +95,8 @@ class Network(Watcher):
             can get relevance; one per call. Default: empty.
         continues: whether the run continues from a cache. Default: False.
         has_past: whether the cache has values other than zeros. Default: False.
+        carried: what the run receives and passes on as one chunk of a sequence. Default: None, the
+            run is of a whole sequence.
 
     Example:
         >>> import torch
@@ -120,6 +123,7 @@ class Network(Watcher):
     content_only: list[str] = field(default_factory=list)
     continues: bool = False
     has_past: bool = False
+    carried: Carried | None = None
     _entering: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)
     _entered: dict[int, Tensor] = field(default_factory=dict)
     _first: dict[int, int] = field(default_factory=dict)
@@ -246,17 +250,24 @@ class Network(Watcher):
                 "sequence without a cache."
             )
         self.continues = True
-        return copied(cache, self._cached)
+        new = copied(cache, self._cached)
+        if self.carried is not None:
+            self.carried.cache = new
+        return new
 
     def _cached(self, x: Tensor) -> Tensor:
         self.has_past = self.has_past or bool(x.any())  # states of an empty cache are 0
-        return self.mode.cached(x)
+        start = self.mode.cached(x)
+        if self.carried is not None and x.is_floating_point():
+            self.carried.receives(self.mode.ledger.leaves[-1], self.mode.labels)
+        return start
 
     def while_mixing(
         self, module: nn.Module, sequence: Tensor | None
     ) -> Sequence[AbstractContextManager[Any]]:
         if self._reads(module, sequence):
-            self._readings.append(Reading(self.mode, sequence, self.continues))
+            reading = Reading(self.mode, sequence, self.continues, self.carried, module)
+            self._readings.append(reading)
             return (self._readings[-1].on(),)
         return torch.no_grad(), *self.mode.looking_away()
 
@@ -407,6 +418,7 @@ def linearized(
     cuts: Sequence[Site] = (),
     reads: Sequence[Site] = (),
     recompute: bool = False,
+    carried: Carried | None = None,
 ) -> Iterator[Network]:
     """Give forward runs inside the ``with`` an autograd graph that is linear in the input.
 
@@ -434,6 +446,8 @@ def linearized(
         reads: activations that are only read. Default: none.
         recompute: whether blocks run again in backward passes, one at a time, instead of keeping
             their graph; see :mod:`.blocks`. Default: False.
+        carried: what the run receives and passes on as one chunk of a sequence; see
+            :mod:`.carried`. Default: None, the run is of a whole sequence.
 
     Yields:
         The :class:`Network`, which is complete when the forward run has ended.
@@ -464,7 +478,7 @@ def linearized(
         mode.begin_others(others)
         cut = {**dict.fromkeys(reads, False), **dict.fromkeys(cuts, True)}
         sites = Sites(mode, cut if begins is None else {**cut, begins: True})
-        network = Network(mode, mixers, sites, steps, verify, begins)
+        network = Network(mode, mixers, sites, steps, verify, begins, carried=carried)
         vouched = layers is not None
         # under_rules has let autograd record the runs
         enter = observe(model, mixers, (network,), stack, gradients=False, vouched=vouched)

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ from ..operators.base import Role
 from ..operators.kernels.arithmetic import autocast_dtype, unseen
 from ..tracing.hooks import tensors_in
 from ..tracing.split import is_split
+from .carried import Before, Carried
 from .divided import Core, divided
 
 if TYPE_CHECKING:
@@ -67,19 +69,28 @@ class Reading:
         given_up: whether the call must be explained by an adapter.
         mask: True for real tokens (B, L), once the call has ended; None if none is padding.
         continues: whether the run continues from a cache.
+        carried: what the run receives and passes on as one chunk of a sequence, or None.
+        mixer: the mixer.
+        scans: the number of selective scans so far, if they are of a chunk.
 
     Args:
         mode: the rules.
         sequence: the mixer's first floating input, at which a search of the graph ends.
         continues: whether the run continues from a cache. Default: False.
+        carried, mixer: the values of the attributes. Default: None.
     """
 
     def __init__(
-        self, mode: Linearizing, sequence: Tensor | None = None, continues: bool = False
+        self,
+        mode: Linearizing,
+        sequence: Tensor | None = None,
+        continues: bool = False,
+        carried: Carried | None = None,
+        mixer: nn.Module | None = None,
     ) -> None:
-        self.mode, self.continues = mode, continues
+        self.mode, self.continues, self.carried, self.mixer = mode, continues, carried, mixer
         self._entered = None if sequence is None else sequence.grad_fn
-        self.given_up = False
+        self.given_up, self.scans = False, 0
         self.mask: Tensor | None = None
         self._mixes = False
         #: Graph nodes of kernels' results, with the graph nodes of the kernels' contents.
@@ -110,6 +121,7 @@ class Reading:
         roles: Roles,
         factors: Mapping[str, Tensor],
         softmax: bool = False,
+        before: Mapping[str, Before] = MappingProxyType({}),
     ) -> Tensor:
         """Return a kernel's result; the graph is linear, or divides relevance by the rule.
 
@@ -118,10 +130,12 @@ class Reading:
             roles: the roles of the factors.
             factors: the factors by name.
             softmax: whether the kernel is softmax attention. Default: False.
+            before: by factor, the sum over tokens before the factor's. Default: none.
         """
         self._mixes |= len(roles) > 1
         if self.mode.divides and len(roles) > 1:
-            return self._shared(Core(self, run, roles, dict(factors), softmax=softmax))
+            core = Core(self, run, roles, dict(factors), softmax=softmax, before=before)
+            return self._shared(core)
         contents = [name for name, (role, _) in roles.items() if role == "content"]
         with unseen():
             out = run(
@@ -130,6 +144,28 @@ class Reading:
         if out.grad_fn is not None:
             self._moved[out.grad_fn] = [factors[name].grad_fn for name in contents]
         return out
+
+    def moved_with_state(
+        self,
+        run: Callable[..., tuple[Tensor, Tensor]],
+        roles: Roles,
+        factors: Mapping[str, Tensor],
+        softmax: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Return a kernel's result and its last state, both as :meth:`moved` returns a result."""
+        states: list[Tensor] = []
+
+        def result(**factors: Tensor) -> Tensor:
+            out, state = run(**factors)
+            states[:] = [state]
+            return out
+
+        out = self.moved(result, roles, factors, softmax)
+        (state,) = states
+        if self.mode.divides and len(roles) > 1:
+            core = Core(self, lambda **given: run(**given)[1], roles, dict(factors))
+            state = divided(core, state)
+        return out, state
 
     def selecting(self, x: Tensor) -> Tensor:
         """Return ``x``, from which keys and steps are computed; detached if they get no share."""

@@ -29,6 +29,7 @@ from ..operators.coefficients import (
 )
 from ..operators.heads import ScoredHeads, SoftmaxHeads
 from ..operators.kernels.arithmetic import full_precision
+from .carried import Before
 from .constants import Ledger
 
 #: The roles that get relevance. ``"frozen"``: content. ``"half"``: content and gates.
@@ -302,16 +303,21 @@ def by_example(x: Tensor, batch: int) -> Tensor:
     return (x.sum() / batch).expand(batch)
 
 
-def running_mean(x: Tensor, mask: Tensor | None) -> Tensor:
+def running_mean(x: Tensor, mask: Tensor | None, before: Before | None = None) -> Tensor:
     """Return for each token the mean over all tokens up to this token, (B, L, ...).
 
     Args:
         x: the tensor (B, L, ...).
         mask: True for the tokens that count (B, L), or None for all.
+        before: the sum (B, ...) over further tokens before these, and their number; only without a
+            mask. Default: None, there are none.
     """
     ones, wide = (1,) * (x.dim() - 2), x.to(torch.promote_types(x.dtype, torch.float32))
     if mask is None:
-        count = torch.arange(1, x.shape[1] + 1, dtype=wide.dtype, device=x.device)
-        return (wide.cumsum(1) / count.view(1, -1, *ones)).to(x)
+        total, number = (0, 0) if before is None else before
+        last = number + x.shape[1] + 1
+        count = torch.arange(number + 1, last, dtype=wide.dtype, device=x.device)
+        earlier = total[:, None].to(wide) if isinstance(total, Tensor) else total
+        return ((wide.cumsum(1) + earlier) / count.view(1, -1, *ones)).to(x)
     keep = mask.to(wide).view(*x.shape[:2], *ones)
     return ((wide * keep).cumsum(1) / keep.cumsum(1).clamp_min(1)).to(x)

@@ -33,7 +33,7 @@ def without_caches(model: nn.Module, stack: ExitStack, continued: Continued) -> 
     stack.callback(_calls.clear)  # an interrupt calls no hooks
     run = functools.partial(_without_cache, continued)
     for module in model.modules():
-        if "use_cache" in _parameters(type(module).forward):
+        if "use_cache" in parameters(type(module).forward):
             before, after = module.register_forward_pre_hook, module.register_forward_hook
             stack.enter_context(hooked(before, run, with_kwargs=True))
             stack.enter_context(hooked(after, _finished, always_call=True))
@@ -63,7 +63,7 @@ def sparing_caches(model: nn.Module) -> Iterator[None]:
 
     with ExitStack() as stack:
         for module in model.modules():
-            if "use_cache" in _parameters(type(module).forward):
+            if "use_cache" in parameters(type(module).forward):
                 before, after = module.register_forward_pre_hook, module.register_forward_hook
                 stack.enter_context(hooked(before, enter, with_kwargs=True))
                 stack.enter_context(hooked(after, leave, always_call=True))
@@ -117,7 +117,7 @@ def _forget(module: Any, *_: Any) -> None:
 
 
 #: Names of arguments by which modules receive a cache.
-_CACHES = ("past_key_values", "past_key_value", "cache_params", "state")
+CACHES = ("past_key_values", "past_key_value", "cache_params", "state")
 
 
 class _CacheCalls(threading.local):
@@ -173,7 +173,7 @@ def _without_cache(
 
 def _given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return a call's positional and keyword arguments in one dictionary, by name."""
-    return {**dict(zip(_parameters(type(module).forward)[1:], args, strict=False)), **kwargs}
+    return {**dict(zip(parameters(type(module).forward)[1:], args, strict=False)), **kwargs}
 
 
 def cache_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Any]:
@@ -184,14 +184,14 @@ def cache_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         args, kwargs: the arguments of the call.
     """
     given = _given(module, args, kwargs)
-    return next(((x, given[x]) for x in _CACHES if given.get(x) is not None), ("", None))
+    return next(((x, given[x]) for x in CACHES if given.get(x) is not None), ("", None))
 
 
 def _with(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
 ) -> Arguments:
     """Return a call's arguments with the argument called ``name`` set to ``value``."""
-    names = _parameters(type(module).forward)[1:]
+    names = parameters(type(module).forward)[1:]
     if name in names[: len(args)]:
         place = names.index(name)
         return (*args[:place], value, *args[place + 1 :]), kwargs
@@ -200,10 +200,10 @@ def _with(
 
 def _refuse_to_continue(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if a call continues from a cache of an earlier call of the same run."""
-    names = _parameters(type(module).forward)[1:]
+    names = parameters(type(module).forward)[1:]
     # None by name is a cache that was not returned; by position it fills a gap
     by_place = {name for name, x in zip(names, args, strict=False) if x is not None}
-    named = [name for name in _CACHES if name in {*by_place, *kwargs}]
+    named = [name for name in CACHES if name in {*by_place, *kwargs}]
     if named and (
         module in _calls.dropped or id(cache_of(module, args, kwargs)[1]) in _calls.known
     ):
@@ -243,6 +243,6 @@ _packed = Shared(_disable_packing)
 
 
 @functools.cache
-def _parameters(function: Callable[..., Any]) -> list[str]:
+def parameters(function: Callable[..., Any]) -> list[str]:
     """Return the parameter names of a method, including ``self``."""
     return list(inspect.signature(function).parameters)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -143,6 +144,7 @@ def decompose(
     by_role: bool = False,
     features: bool = False,
     apart: bool = False,
+    by_label: Mapping[Role, Tensor] = MappingProxyType({}),
 ) -> Decomposition:
     """Decompose an output by one backward pass through a linear network.
 
@@ -159,6 +161,9 @@ def decompose(
         features: whether relevance of streams and mixers is kept by feature. Default: False.
         apart: whether one pass per example finds the constants of each example. Default: False,
             constants are assigned to examples by their index in the batch.
+        by_label: for a chunk of a sequence, the part of the output whose paths have a label, by
+            label; see :class:`~captum_ssm.linear.shares.Labels`. Default: empty, all paths begin
+            at the output.
     """
     mode, others = network.mode, network.mode.others
     roots, passing, steps = network.roots, network.passing, network.steps
@@ -211,7 +216,7 @@ def decompose(
         found = _with_others(found, others, of_others, separate)
     if not by_role:
         return found
-    return replace(found, roles=_by_role(network, output, change, found.tokens))
+    return replace(found, roles=_by_role(network, output, change, found.tokens, by_label))
 
 
 def _of_step(
@@ -327,29 +332,42 @@ def _on_input_tokens(parts: Sequence[Tensor], network: Network) -> Tensor:
 
 
 def _by_role(
-    network: Network, output: Tensor, change: Sequence[Tensor], tokens: Tensor
+    network: Network,
+    output: Tensor,
+    change: Sequence[Tensor],
+    tokens: Tensor,
+    by_label: Mapping[Role, Tensor],
 ) -> dict[Role, Tensor]:
     """Return the relevance of tokens (B, L) for each role; the sum over roles is ``tokens``.
 
-    ``change`` is the result of :func:`changes`.
+    Args:
+        network, output, by_label: the arguments of :func:`decompose`.
+        change: the result of :func:`changes`.
+        tokens: the relevance of tokens (B, L).
     """
-    labels = network.mode.labels
+    labels, carried = network.mode.labels, network.carried
+    wanted = [*network.roots, *(() if carried is None else carried.leaves)]
     found = {role: torch.zeros_like(tokens) for role in ROLES}
 
     def along(role: Role) -> Tensor:
         """Return the relevance of tokens (B, L) along the paths that count for one role."""
-        seed = torch.ones_like(output) if role == "content" else torch.zeros_like(output)
+        seed = torch.ones_like(output) if role in by_label or role == "content" else 0 * output
         with labels.only(role):
-            gradients = network.mode.gradients(output, network.roots, seed)
+            number = by_label.get(role, output)
+            gradients = network.mode.gradients(number, wanted, seed.detach())
         relevance = [
             torch.zeros_like(x) if gradient is None else gradient * x
-            for gradient, x in zip(gradients, change, strict=True)
+            for gradient, x in zip(gradients, change, strict=False)
         ]
         of_tokens = _on_input_tokens(relevance, network)
         return of_tokens if of_tokens.dim() == 2 else of_tokens.flatten(2).sum(-1)
 
     found["content"] = tokens if network.mode.rule == "frozen" else along("content")
+    for role in by_label.keys() - {"content"}:
+        labels.begun.setdefault(role, {})
     *others, last = [role for role in ROLES if role in labels.begun] or ["content"]
+    if by_label and last != "content":  # also for its gradients at the cache
+        others, last = [*others, last], "content"
     for role in others:
         found[role] = along(role)
     if last != "content":  # the rest, without another pass

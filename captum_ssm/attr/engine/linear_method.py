@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...errors import CaptumSSMError, InputError
+from ...errors import CaptumSSMError, InputError, OptionError
 from ...linear import Network, Rule, linearized
 from ...operators.kernels.arithmetic import unseen
 from ...operators.kernels.portions import ran_out_of_memory
@@ -29,6 +29,7 @@ from ..call.targets import (
 )
 from .alone import Alone, alone
 from .baselines import Baselines, baselines_of, baselines_of_others, one_each
+from .chunks import in_chunks
 from .decompose import (
     Decomposition,
     OutputParts,
@@ -134,6 +135,8 @@ class Rules:
             the sum over features.
         recompute: whether blocks run again in backward passes, to save memory. Default: None, only
             after the device's memory was too small without.
+        chunk_tokens: the largest number of tokens that are run at once; see :mod:`.chunks`.
+            Default: None, all.
     """
 
     rule: Rule
@@ -143,6 +146,7 @@ class Rules:
     by_role: bool = False
     features: bool = False
     recompute: bool | None = None
+    chunk_tokens: int | None = None
 
 
 def decompositions(
@@ -150,6 +154,8 @@ def decompositions(
 ) -> list[Decomposition]:
     """Run the linear network once, and decompose each target with one backward pass."""
     sites = request.begins, request.ends, *request.cuts
+    if rules.chunk_tokens is not None and request.inputs.shape[1] > rules.chunk_tokens:
+        return in_chunks(request, questions, rules, baselines, rules.chunk_tokens)
     if rules.recompute is None and not any(sites):
         try:
             return decompositions(request, questions, replace(rules, recompute=False), baselines)
@@ -218,6 +224,11 @@ def in_turn(
     Returns:
         The return value of the generator.
     """
+    if rules.chunk_tokens is not None:
+        raise OptionError(
+            "chunk_tokens was passed, but targets that depend on earlier results need the whole "
+            "autograd graph. Leave chunk_tokens out."
+        )
     # before the run only the positions are known, so token 0 replaces the real tokens
     anywhere = Against(SumTarget(positions, torch.zeros(len(positions)).long()), None)
     with linear_run(request, [anywhere], rules) as (network, output, kept):

@@ -1,0 +1,420 @@
+"""Decompose an output of a long sequence chunk by chunk, in the memory that one chunk needs.
+
+The model runs on one chunk of tokens after the other, each from the cache of the chunk before. The
+caches between chunks are kept. The chunks then run again from the last to the first, and relevance
+that reaches the cache of a chunk continues in the chunk before. The result is that of one run of
+the whole sequence (Li et al., SeCO, arXiv 2505.16710, train models in this way).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise, zip_longest
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..._optional import optional
+from ...errors import InputError, OptionError, ReconstructionError
+from ...linear import Network, linearized
+from ...linear.carried import Carried
+from ...operators.base import Role
+from ...operators.coefficients import ROLES
+from ...operators.kernels.arithmetic import sum_tensors, unseen
+from ...tracing import require_deterministic, require_real_tokens
+from ...tracing.caches import CACHES, copied, parameters
+from ..call.head import Kept, kept_positions
+from ..call.inputs import call_model
+from ..call.progress import shown
+from ..call.targets import Against, contrasted, logits_of, require_real_target, target_index
+from .baselines import Baselines, baselines_of
+from .decompose import Decomposition, decompose, exact, not_linear
+
+if TYPE_CHECKING:
+    from .linear_method import Rules
+    from .run import Request
+
+#: Gradients at the floating tensors of a cache, by label and by place.
+_Gradients = Mapping[Role | None, Mapping[int, Tensor]]
+
+
+def in_chunks(
+    request: Request, questions: Sequence[Against], rules: Rules, baselines: Baselines, tokens: int
+) -> list[Decomposition]:
+    """Decompose each target of one example, in chunks of at most ``tokens`` tokens.
+
+    Raises:
+        OptionError: if the model, or an option, does not allow chunks.
+        InputError: if a real token follows a padded one that follows a real one.
+        ReconstructionError: if the model computes other logits without chunks.
+    """
+    sequence = _Sequence(request, questions, rules, tokens)
+    logits = sequence.run_forward()
+    numbers = []
+    for question in questions:
+        index = target_index(question.target, sequence.kept.whole(logits))
+        require_real_target(index, sequence.kept.whole(logits), sequence.mask)
+        number, constant = contrasted(logits, question.target, question.contrast, sequence.kept)
+        (gradient,) = torch.autograd.grad(number, logits, torch.ones_like(number))
+        numbers.append(_Number(number.detach(), constant, gradient))
+    parts = sequence.run_backward(numbers, baselines)
+    return [sequence.joined(*each) for each in zip(numbers, parts, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Number:
+    """An explained value (1,), its constant summand or None, and its gradient at the logits."""
+
+    value: Tensor
+    constant: Tensor | None
+    at_logits: Tensor
+
+
+class _Sequence:
+    """One example, and the model's runs on its chunks.
+
+    Attributes:
+        kept: the positions at which logits are needed.
+        mask: True for real tokens (1, L), or None.
+    """
+
+    def __init__(
+        self, request: Request, questions: Sequence[Against], rules: Rules, tokens: int
+    ) -> None:
+        self._request, self._rules = request, rules
+        self._cache_name = _name_of_cache(request, rules)
+        self.mask = _mask_of(request)
+        kept = kept_positions(request.forward_func, request.inputs, request.additional, questions)
+        if kept is None:
+            raise OptionError(
+                "chunk_tokens needs targets (position, token) of a language model of transformers "
+                "whose output layer has no hooks. Leave chunk_tokens out."
+            )
+        self.kept = kept
+        first, end = 0, request.inputs.shape[1]
+        if self.mask is not None:
+            real = self.mask[0].nonzero()[:, 0].tolist()
+            first, end = real[0], real[-1] + 1
+            if len(real) < end - first:
+                raise InputError(
+                    "The attention mask hides tokens between unmasked ones, which chunk_tokens "
+                    "does not support. Leave chunk_tokens out."
+                )
+        end = min(end, kept.positions[-1] + 1)  # no later token reaches the targets
+        self.chunks = _divided(range(first, max(end, first + 1)), tokens)
+        self._borders: list[_Border] = []
+        self._sums: list[Tensor] = []
+        # where a plain run of the first chunks is compared
+        self._checked = self.chunks[min(1, len(self.chunks) - 1)].stop - 1
+
+    @contextmanager
+    def _run(
+        self, chunk: range, border: _Border, asked: Sequence[int], verify: bool | float
+    ) -> Iterator[tuple[Network, Carried, Tensor]]:
+        """Run the model on a chunk; yield network, cache, and logits at ``asked`` positions."""
+        request, rules = self._request, self._rules
+        require_deterministic(request.model)
+        start = request.inputs[:, chunk.start : chunk.stop].clone()
+        carried = Carried(chunk.start - self.chunks[0].start, border.sums)
+        kept = Kept(tuple(p - chunk.start for p in asked) or (len(chunk) - 1,), len(chunk))
+        with linearized(
+            request.model,
+            start,
+            rule=rules.rule,
+            by_role=rules.by_role,
+            constants=rules.constants,
+            layers=request.layers,
+            steps=rules.by_layer,
+            verify=verify,
+            carried=carried,
+        ) as network:
+            named = {self._cache_name: border.cache(), "use_cache": True, **kept.arguments}
+            if "position_ids" in parameters(type(request.model).forward):
+                positions = torch.arange(chunk.start, chunk.stop, device=start.device)
+                named["position_ids"] = positions[None]
+            given = network.mode.begun(start)
+            output = logits_of(call_model(request.forward_func, given, (), named))
+            network.check_ran()
+            if carried.cache is None:
+                raise OptionError(
+                    f"{type(request.model).__name__} does not use the cache given as "
+                    f"{self._cache_name}, so it cannot run in chunks. Leave chunk_tokens out."
+                )
+            with unseen():
+                yield network, carried, output
+
+    def _here(self, chunk: range) -> list[int]:
+        """Return the indices of the kept positions that lie in a chunk."""
+        return [i for i, position in enumerate(self.kept.positions) if position in chunk]
+
+    def run_forward(self) -> Tensor:
+        """Run all chunks, keep what lies between them, and return the logits at kept positions."""
+        transformers = optional("transformers", "transformers", "chunk_tokens")
+        border = _Border(transformers.DynamicCache(config=self._request.model.config))
+        found, granted = [], 0.0
+        for chunk in self.chunks:
+            self._borders.append(border)
+            here = [self.kept.positions[i] for i in self._here(chunk)]
+            asked = sorted({*here, *({self._checked} & set(chunk))})
+            with self._run(chunk, border, asked, self._rules.verify) as (network, carried, output):
+                granted += network.granted * len(network.calls)
+                found += [output[:, asked.index(p)].detach() for p in here]
+                roots = [x.detach() for x in network.roots]
+                new = [x.sum(1, keepdim=True, dtype=_wide(x)) for x in roots]
+                before = self._sums or [torch.zeros_like(x) for x in new]
+                self._sums = [a + b for a, b in zip(before, new, strict=True)]
+                border = _Border(carried.cache, carried.after, border)
+                compared = [output[:, asked.index(p)].detach() for p in {self._checked} & {*asked}]
+            if compared and self._rules.verify is not False:
+                self._require_same(compared[0], granted)
+        return torch.stack(found, 1).requires_grad_()
+
+    def _require_same(self, logits: Tensor, granted: float) -> None:
+        """Raise unless a plain run of the first chunks computes the same last ``logits`` (1, V)."""
+        request, end = self._request, self._checked + 1
+        additional = tuple(x[:, :end] if isinstance(x, Tensor) else x for x in request.additional)
+        last = Kept((end - 1,), end)
+        begin = replace(request, inputs=request.inputs[:, :end], additional=additional, kept=last)
+        alone = begin.output_alone[:, -1]
+        error = float((alone - logits).abs().max() / alone.abs().max().clamp_min(1e-30))
+        if not error <= min(16 * granted, 0.25):
+            raise ReconstructionError(
+                f"{type(request.model).__name__} computes logits at token {end - 1} in two chunks "
+                f"that differ by {error:.1e} of the largest logit from those of one run. Its cache "
+                "may not hold all that later tokens need. Leave chunk_tokens out, or pass "
+                "verify=False to skip this comparison."
+            )
+
+    def run_backward(
+        self, numbers: Sequence[_Number], baselines: Baselines
+    ) -> list[list[Decomposition]]:
+        """Run all chunks again, from the last to the first; return each number's parts by chunk."""
+        found: list[list[Decomposition]] = [[] for _ in numbers]
+        later: list[_Gradients] = [{} for _ in numbers]
+        for place in shown(list(reversed(range(len(self.chunks))))):
+            chunk, here = self.chunks[place], self._here(self.chunks[place])
+            at = [self.kept.positions[i] for i in here]
+            with self._run(chunk, self._borders.pop(), at, False) as (network, carried, output):
+                start = self._start(network, chunk, baselines)
+                for i, number in enumerate(numbers):
+                    seen = number.at_logits[:, here]
+                    part, later[i] = self._decomposed(
+                        network, carried, output, seen, later[i], start
+                    )
+                    found[i].insert(0, part)
+        return found
+
+    def _decomposed(
+        self,
+        network: Network,
+        carried: Carried,
+        output: Tensor,
+        at_logits: Tensor,
+        later: _Gradients,
+        start: Sequence[Tensor],
+    ) -> tuple[Decomposition, _Gradients]:
+        """Decompose the part of a number that passes a chunk.
+
+        Args:
+            at_logits: the number's gradient at the chunk's logits (1, K, V).
+            later: the number's gradients at the cache that the chunk leaves.
+            start: a baseline for each root of the network.
+
+        Returns:
+            The part of the decomposition, and the gradients at the cache that the chunk received.
+        """
+        left = _floating(carried.cache)
+
+        def reached(label: Role | None, target: bool) -> Tensor:
+            at = [(left[i], gradient) for i, gradient in later.get(label, {}).items()]
+            pairs = [(x, gradient) for x, gradient in at if x.requires_grad]
+            if target and at_logits.shape[1]:
+                pairs.append((output, at_logits))
+            pairs = pairs or [(output, torch.zeros_like(output))]
+            return sum_tensors((x * g).flatten(1).sum(1, dtype=_wide(x)) for x, g in pairs)
+
+        number = reached(None, True)
+        rules, by_label = self._rules, dict[Role, Tensor]()
+        if rules.by_role and rules.rule != "frozen":
+            labels: list[Role] = ["content", *(role for role in ROLES[1:] if role in later)]
+            by_label = {label: reached(label, label == "content") for label in labels}
+        carried.gradients.clear()
+        found = decompose(
+            network,
+            number,
+            None,
+            start,
+            by_role=rules.by_role,
+            features=rules.features,
+            by_label=by_label,
+        )
+        if not exact(found):
+            raise not_linear(number)
+        return found, dict(carried.gradients)
+
+    def _start(self, network: Network, chunk: range, baselines: Baselines) -> Sequence[Tensor]:
+        """Return a baseline for each root of a chunk; an empty list means 0."""
+        roots, tokens = network.roots, self._request.inputs.shape[1]
+        if baselines is None and self._rules.rule not in ("frozen", "half"):
+            baselines = "mean"
+        if isinstance(baselines, str) and baselines == "mean":
+            count = self.chunks[-1].stop - self.chunks[0].start
+            pairs = zip(self._sums, roots, strict=True)
+            return [(total / count).to(x).expand_as(x) for total, x in pairs]
+        if isinstance(baselines, Tensor) and baselines.dim() > 1 and baselines.shape[1] == tokens:
+            baselines = baselines[:, chunk.start : chunk.stop]
+        return baselines_of(network, baselines)
+
+    def joined(self, number: _Number, parts: Sequence[Decomposition]) -> Decomposition:
+        """Return the decomposition of a number from its parts by chunk, on all L tokens."""
+        first, end = self.chunks[0].start, self.chunks[-1].stop
+        behind = self._request.inputs.shape[1] - end
+
+        def along(tensors: Iterable[Tensor]) -> Tensor:
+            whole = torch.cat(list(tensors), 1)
+            none = (0, 0) * (whole.dim() - 2)
+            return F.pad(whole, (*none, first, behind)) if first or behind else whole
+
+        biases = {} if number.constant is None else {"output": number.constant.detach()}
+        for part in parts:
+            for name, bias in part.biases.items():
+                if name != "cache":  # what the chunks before contribute
+                    biases[name] = biases[name] + bias if name in biases else bias
+        roles = [part.roles for part in parts if part.roles is not None]
+        return replace(
+            parts[0],
+            inputs=along(part.inputs for part in parts),
+            streams=tuple(map(along, zip(*(part.streams for part in parts), strict=True))),
+            mixers=tuple(map(along, zip(*(part.mixers for part in parts), strict=True))),
+            biases={name: bias.to(number.value) for name, bias in biases.items()},
+            output=number.value,
+            virtual=sum_tensors(part.virtual for part in parts).to(number.value),
+            roles={role: along(x[role] for x in roles) for role in roles[0]} if roles else None,
+        )
+
+
+class _Border:
+    """A cache between two chunks.
+
+    The keys and values of attention grow from chunk to chunk. All borders share the longest ones.
+
+    Args:
+        cache: the cache after a chunk.
+        sums: see :class:`.Carried`. Default: empty.
+        before: the border before the chunk. Default: None, the chunk is the first.
+    """
+
+    def __init__(
+        self, cache: Any, sums: Sequence[dict[str, Tensor]] = (), before: _Border | None = None
+    ) -> None:
+        self.sums = sums
+        tensors: list[Tensor] = []
+        self._frame = copied(cache, lambda x: _put(tensors, x.detach()))
+        earlier = [] if before is None else before._parts
+        pairs = zip_longest(tensors, earlier if len(earlier) == len(tensors) else [])
+        self._parts: list[_Part] = [_Part.of(*pair) for pair in pairs]
+
+    def cache(self) -> Any:
+        """Return a new cache with the border's tensors."""
+        parts = iter(self._parts)
+        return copied(self._frame, lambda _: next(parts).tensor)
+
+
+def _put(tensors: list[Tensor], x: Tensor) -> Tensor:
+    """Append a tensor to a list, and return a tensor without memory to stand for it."""
+    tensors.append(x)
+    return x.new_empty(0)
+
+
+@dataclass(eq=False)
+class _Part:
+    """The first ``size`` entries along a dimension of a tensor that later borders may replace."""
+
+    whole: list[Tensor]
+    dim: int = 0
+    size: int | None = None
+
+    @classmethod
+    def of(cls, x: Tensor, earlier: _Part | None) -> _Part:
+        """Return the part that is all of ``x``; an earlier part that begins ``x`` shares it."""
+        if earlier is not None and earlier.tensor.dim() == x.dim() and earlier.tensor.numel():
+            was = earlier.tensor
+            grown = [d for d in range(x.dim()) if x.shape[d] != was.shape[d]]
+            if len(grown) == 1 and x.shape[grown[0]] > was.shape[grown[0]]:
+                dim, size = grown[0], was.shape[grown[0]]
+                if torch.equal(x.narrow(dim, 0, size), was):
+                    earlier.dim, earlier.size = dim, size
+                    earlier.whole[0] = x
+                    return cls(earlier.whole)
+        return cls([x])
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor."""
+        (whole,) = self.whole
+        return whole if self.size is None else whole.narrow(self.dim, 0, self.size)
+
+
+def _divided(tokens: range, most: int) -> list[range]:
+    """Divide tokens into chunks of nearly equal sizes, so that none has a single token."""
+    count = -(-len(tokens) // most)
+    edges = [tokens.start + len(tokens) * i // count for i in range(count + 1)]
+    return [range(*pair) for pair in pairwise(edges)]
+
+
+def _floating(cache: Any) -> list[Tensor]:
+    """Return the floating tensors of a cache, in the order in which a copy receives them."""
+    found: list[Tensor] = []
+    copied(cache, lambda x: _put(found, x))
+    return [x for x in found if x.is_floating_point()]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _name_of_cache(request: Request, rules: Rules) -> str:
+    """Return the name of the model's argument for a cache; raise if chunks are not possible."""
+    model = request.model
+    reason = ""
+    if not request.is_model:
+        reason = "forward_func must be the model itself, which is called once for each chunk"
+    elif request.others or request.begins or request.ends or request.cuts:
+        reason = "only the token ids or embeddings of one text can be explained in chunks"
+    elif rules.recompute:
+        reason = "recompute=True does not support a cache"
+    elif rules.rule == "centered":
+        reason = "rule='centered' needs states at references, which no cache holds"
+    names = [x for x in CACHES if x in parameters(type(model).forward)]
+    if not reason and not (names and hasattr(model, "get_output_embeddings")):
+        reason = f"{type(model).__name__} is no language model of transformers with a cache"
+    if reason:
+        raise OptionError(f"chunk_tokens cannot be used: {reason}. Leave chunk_tokens out.")
+    return names[0]
+
+
+def _mask_of(request: Request) -> Tensor | None:
+    """Return the attention mask (1, L) as booleans; raise for other additional arguments."""
+    names = parameters(type(request.model).forward)[2:]
+    given = dict(zip(names, request.additional, strict=False))
+    mask = given.pop("attention_mask", None)
+    other = next((name for name, x in given.items() if x is not None), None)
+    if other is not None or len(request.additional) > len(names):
+        raise OptionError(
+            f"chunk_tokens supports an attention mask as the only additional argument, but "
+            f"{other or 'more'} was passed. Leave chunk_tokens out."
+        )
+    if mask is None:
+        return None
+    if mask.shape != request.inputs.shape[:2]:
+        raise InputError(
+            f"The attention mask has shape {tuple(mask.shape)}, but chunk_tokens needs "
+            f"{tuple(request.inputs.shape[:2])}, one entry for each token."
+        )
+    keep: Tensor = mask != 0
+    require_real_tokens(keep)
+    return keep
