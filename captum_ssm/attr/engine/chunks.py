@@ -56,8 +56,6 @@ def in_chunks(
     logits = sequence.run_forward()
     numbers = []
     for question in questions:
-        index = target_index(question.target, sequence.kept.whole(logits))
-        require_real_target(index, sequence.kept.whole(logits), sequence.mask)
         number, constant = contrasted(logits, question.target, question.contrast, sequence.kept)
         (gradient,) = torch.autograd.grad(number, logits, torch.ones_like(number))
         numbers.append(_Number(number.detach(), constant, gradient))
@@ -95,6 +93,9 @@ class _Sequence:
                 "whose output layer has no hooks. Leave chunk_tokens out."
             )
         self.kept = kept
+        of_any = torch.zeros(()).expand(*request.inputs.shape[:2], 2**31)
+        for question in questions:
+            require_real_target(target_index(question.target, of_any), of_any, self.mask)
         first, end = 0, request.inputs.shape[1]
         if self.mask is not None:
             real = self.mask[0].nonzero()[:, 0].tolist()
@@ -107,6 +108,7 @@ class _Sequence:
         end = min(end, kept.positions[-1] + 1)  # no later token reaches the targets
         self.chunks = _divided(range(first, max(end, first + 1)), tokens)
         self._borders: list[_Border] = []
+        self._granted = 0.0
         self._sums: list[Tensor] = []
         # where a plain run of the first chunks is compared
         self._checked = self.chunks[min(1, len(self.chunks) - 1)].stop - 1
@@ -144,36 +146,37 @@ class _Sequence:
                     f"{type(request.model).__name__} does not use the cache given as "
                     f"{self._cache_name}, so it cannot run in chunks. Leave chunk_tokens out."
                 )
-            with unseen():
-                yield network, carried, output
-
-    def _here(self, chunk: range) -> list[int]:
-        """Return the indices of the kept positions that lie in a chunk."""
-        return [i for i, position in enumerate(self.kept.positions) if position in chunk]
+            try:
+                with unseen():
+                    yield network, carried, output
+            finally:  # the cache and the leaves hold the graph, and hooks hold these
+                carried.cache = None
+                carried.leaves.clear()
 
     def run_forward(self) -> Tensor:
         """Run all chunks, keep what lies between them, and return the logits at kept positions."""
         transformers = optional("transformers", "transformers", "chunk_tokens")
         border = _Border(transformers.DynamicCache(config=self._request.model.config))
-        found, granted = [], 0.0
-        for chunk in self.chunks:
+        found: dict[int, Tensor] = {}
+        for chunk in shown(self.chunks):
             self._borders.append(border)
-            here = [self.kept.positions[i] for i in self._here(chunk)]
-            asked = sorted({*here, *({self._checked} & set(chunk))})
-            with self._run(chunk, border, asked, self._rules.verify) as (network, carried, output):
-                granted += network.granted * len(network.calls)
-                found += [output[:, asked.index(p)].detach() for p in here]
-                roots = [x.detach() for x in network.roots]
-                new = [x.sum(1, keepdim=True, dtype=_wide(x)) for x in roots]
-                before = self._sums or [torch.zeros_like(x) for x in new]
-                self._sums = [a + b for a, b in zip(before, new, strict=True)]
-                border = _Border(carried.cache, carried.after, border)
-                compared = [output[:, asked.index(p)].detach() for p in {self._checked} & {*asked}]
-            if compared and self._rules.verify is not False:
-                self._require_same(compared[0], granted)
-        return torch.stack(found, 1).requires_grad_()
+            border = self._forward(chunk, border, found)
+            if self._checked in chunk and self._rules.verify is not False:
+                self._require_same(found[self._checked])
+        return torch.stack([found[p] for p in self.kept.positions], 1).requires_grad_()
 
-    def _require_same(self, logits: Tensor, granted: float) -> None:
+    def _forward(self, chunk: range, border: _Border, found: dict[int, Tensor]) -> _Border:
+        """Run a chunk; add its logits to ``found``, by position; return the border behind it."""
+        asked = sorted(p for p in {*self.kept.positions, self._checked} if p in chunk)
+        with self._run(chunk, border, asked, self._rules.verify) as (network, carried, output):
+            self._granted = max(self._granted, network.granted * len(network.calls))
+            found |= zip(asked, output.detach().unbind(1), strict=False)
+            new = [x.detach().sum(1, keepdim=True, dtype=_wide(x)) for x in network.roots]
+            before = self._sums or [torch.zeros_like(x) for x in new]
+            self._sums = [a + b for a, b in zip(before, new, strict=True)]
+            return _Border(carried.cache, carried.after, border)
+
+    def _require_same(self, logits: Tensor) -> None:
         """Raise unless a plain run of the first chunks computes the same last ``logits`` (1, V)."""
         request, end = self._request, self._checked + 1
         additional = tuple(x[:, :end] if isinstance(x, Tensor) else x for x in request.additional)
@@ -181,7 +184,7 @@ class _Sequence:
         begin = replace(request, inputs=request.inputs[:, :end], additional=additional, kept=last)
         alone = begin.output_alone[:, -1]
         error = float((alone - logits).abs().max() / alone.abs().max().clamp_min(1e-30))
-        if not error <= min(16 * granted, 0.25):
+        if not error <= min(16 * self._granted, 0.25):
             raise ReconstructionError(
                 f"{type(request.model).__name__} computes logits at token {end - 1} in two chunks "
                 f"that differ by {error:.1e} of the largest logit from those of one run. Its cache "
@@ -194,19 +197,32 @@ class _Sequence:
     ) -> list[list[Decomposition]]:
         """Run all chunks again, from the last to the first; return each number's parts by chunk."""
         found: list[list[Decomposition]] = [[] for _ in numbers]
-        later: list[_Gradients] = [{} for _ in numbers]
-        for place in shown(list(reversed(range(len(self.chunks))))):
-            chunk, here = self.chunks[place], self._here(self.chunks[place])
-            at = [self.kept.positions[i] for i in here]
-            with self._run(chunk, self._borders.pop(), at, False) as (network, carried, output):
-                start = self._start(network, chunk, baselines)
-                for i, number in enumerate(numbers):
-                    seen = number.at_logits[:, here]
-                    part, later[i] = self._decomposed(
-                        network, carried, output, seen, later[i], start
-                    )
-                    found[i].insert(0, part)
+        later: Sequence[_Gradients] = [{} for _ in numbers]
+        for chunk in shown(self.chunks[::-1]):
+            parts, later = self._backward(chunk, self._borders.pop(), numbers, later, baselines)
+            for each, part in zip(found, parts, strict=True):
+                each.insert(0, part)
         return found
+
+    def _backward(
+        self,
+        chunk: range,
+        border: _Border,
+        numbers: Sequence[_Number],
+        later: Sequence[_Gradients],
+        baselines: Baselines,
+    ) -> tuple[Sequence[Decomposition], Sequence[_Gradients]]:
+        """Run a chunk again; return for each number its part, and its gradients at the cache."""
+        here = [i for i, position in enumerate(self.kept.positions) if position in chunk]
+        asked = [self.kept.positions[i] for i in here]
+        with self._run(chunk, border, asked, False) as (network, carried, output):
+            start = self._start(network, chunk, baselines)
+            pairs = [
+                self._decomposed(network, carried, output, number.at_logits[:, here], each, start)
+                for number, each in zip(numbers, later, strict=True)
+            ]
+        parts, sooner = zip(*pairs, strict=True)
+        return parts, sooner
 
     def _decomposed(
         self,
