@@ -52,14 +52,16 @@ def in_chunks(
         InputError: if a real token follows a padded one that follows a real one.
         ReconstructionError: if the model computes other logits without chunks.
     """
-    sequence = _Sequence(request, questions, rules, tokens)
+    if baselines is None and rules.rule not in ("frozen", "half"):
+        baselines = "mean"
+    sequence = _Sequence(request, questions, rules, tokens, baselines)
     logits = sequence.run_forward()
     numbers = []
     for question in questions:
         number, constant = contrasted(logits, question.target, question.contrast, sequence.kept)
         (gradient,) = torch.autograd.grad(number, logits, torch.ones_like(number))
         numbers.append(_Number(number.detach(), constant, gradient))
-    parts = sequence.run_backward(numbers, baselines)
+    parts = sequence.run_backward(numbers)
     return [sequence.joined(*each) for each in zip(numbers, parts, strict=True)]
 
 
@@ -81,9 +83,15 @@ class _Sequence:
     """
 
     def __init__(
-        self, request: Request, questions: Sequence[Against], rules: Rules, tokens: int
+        self,
+        request: Request,
+        questions: Sequence[Against],
+        rules: Rules,
+        tokens: int,
+        baselines: Baselines,
     ) -> None:
-        self._request, self._rules = request, rules
+        self._request, self._rules, self._baselines = request, rules, baselines
+        self._is_mean = isinstance(baselines, str) and baselines == "mean"
         self._cache_name = _name_of_cache(request, rules)
         self.mask = _mask_of(request)
         kept = kept_positions(request.forward_func, request.inputs, request.additional, questions)
@@ -105,8 +113,9 @@ class _Sequence:
                     "The attention mask hides tokens between unmasked ones, which chunk_tokens "
                     "does not support. Leave chunk_tokens out."
                 )
-        end = min(end, kept.positions[-1] + 1)  # no later token reaches the targets
-        self.chunks = _divided(range(first, max(end, first + 1)), tokens)
+        self.chunks = _divided(range(first, end), tokens)
+        #: the number of chunks that reach the targets
+        self._reaching = sum(chunk.start <= kept.positions[-1] for chunk in self.chunks)
         self._borders: list[_Border] = []
         self._granted = 0.0
         self._sums: list[Tensor] = []
@@ -158,7 +167,8 @@ class _Sequence:
         transformers = optional("transformers", "transformers", "chunk_tokens")
         border = _Border(transformers.DynamicCache(config=self._request.model.config))
         found: dict[int, Tensor] = {}
-        for chunk in shown(self.chunks):
+        run = self.chunks if self._is_mean else self.chunks[: self._reaching]
+        for chunk in shown(run):
             self._borders.append(border)
             border = self._forward(chunk, border, found)
             if self._checked in chunk and self._rules.verify is not False:
@@ -192,14 +202,14 @@ class _Sequence:
                 "verify=False to skip this comparison."
             )
 
-    def run_backward(
-        self, numbers: Sequence[_Number], baselines: Baselines
-    ) -> list[list[Decomposition]]:
+    def run_backward(self, numbers: Sequence[_Number]) -> list[list[Decomposition]]:
         """Run all chunks again, from the last to the first; return each number's parts by chunk."""
         found: list[list[Decomposition]] = [[] for _ in numbers]
         later: Sequence[_Gradients] = [{} for _ in numbers]
-        for chunk in shown(self.chunks[::-1]):
-            parts, later = self._backward(chunk, self._borders.pop(), numbers, later, baselines)
+        pairs = list(zip(self.chunks, self._borders, strict=False))[: self._reaching]
+        self._borders = []
+        while pairs:
+            parts, later = self._backward(*pairs.pop(), numbers, later)
             for each, part in zip(found, parts, strict=True):
                 each.insert(0, part)
         return found
@@ -210,13 +220,12 @@ class _Sequence:
         border: _Border,
         numbers: Sequence[_Number],
         later: Sequence[_Gradients],
-        baselines: Baselines,
     ) -> tuple[Sequence[Decomposition], Sequence[_Gradients]]:
         """Run a chunk again; return for each number its part, and its gradients at the cache."""
         here = [i for i, position in enumerate(self.kept.positions) if position in chunk]
         asked = [self.kept.positions[i] for i in here]
         with self._run(chunk, border, asked, False) as (network, carried, output):
-            start = self._start(network, chunk, baselines)
+            start = self._start(network, chunk)
             pairs = [
                 self._decomposed(network, carried, output, number.at_logits[:, here], each, start)
                 for number, each in zip(numbers, later, strict=True)
@@ -245,19 +254,20 @@ class _Sequence:
         """
         left = _floating(carried.cache)
 
-        def reached(label: Role | None, target: bool) -> Tensor:
-            at = [(left[i], gradient) for i, gradient in later.get(label, {}).items()]
-            pairs = [(x, gradient) for x, gradient in at if x.requires_grad]
-            if target and at_logits.shape[1]:
-                pairs.append((output, at_logits))
-            pairs = pairs or [(output, torch.zeros_like(output))]
+        def reached(label: Role | None) -> Tensor:
+            """Return the number's part along paths of a label; its graph is of all labels."""
+            at = {left[i]: gradient for i, gradient in later.get(label, {}).items()}
+            if label in (None, "content") and at_logits.shape[1]:
+                at[output] = at_logits
+            every = [output, *(left[i] for i in later.get(None, {}))]
+            pairs = [(x, at.get(x, torch.zeros_like(x))) for x in every if x.requires_grad]
             return sum_tensors((x * g).flatten(1).sum(1, dtype=_wide(x)) for x, g in pairs)
 
-        number = reached(None, True)
+        number = reached(None)
         rules, by_label = self._rules, dict[Role, Tensor]()
         if rules.by_role and rules.rule != "frozen":
             labels: list[Role] = ["content", *(role for role in ROLES[1:] if role in later)]
-            by_label = {label: reached(label, label == "content") for label in labels}
+            by_label = {label: reached(label) for label in labels}
         carried.gradients.clear()
         found = decompose(
             network,
@@ -272,12 +282,11 @@ class _Sequence:
             raise not_linear(number)
         return found, dict(carried.gradients)
 
-    def _start(self, network: Network, chunk: range, baselines: Baselines) -> Sequence[Tensor]:
+    def _start(self, network: Network, chunk: range) -> Sequence[Tensor]:
         """Return a baseline for each root of a chunk; an empty list means 0."""
         roots, tokens = network.roots, self._request.inputs.shape[1]
-        if baselines is None and self._rules.rule not in ("frozen", "half"):
-            baselines = "mean"
-        if isinstance(baselines, str) and baselines == "mean":
+        baselines = self._baselines
+        if self._is_mean:
             count = self.chunks[-1].stop - self.chunks[0].start
             pairs = zip(self._sums, roots, strict=True)
             return [(total / count).to(x).expand_as(x) for total, x in pairs]
@@ -287,7 +296,7 @@ class _Sequence:
 
     def joined(self, number: _Number, parts: Sequence[Decomposition]) -> Decomposition:
         """Return the decomposition of a number from its parts by chunk, on all L tokens."""
-        first, end = self.chunks[0].start, self.chunks[-1].stop
+        first, end = self.chunks[0].start, self.chunks[len(parts) - 1].stop
         behind = self._request.inputs.shape[1] - end
 
         def along(tensors: Iterable[Tensor]) -> Tensor:
@@ -405,6 +414,8 @@ def _name_of_cache(request: Request, rules: Rules) -> str:
         reason = "recompute=True does not support a cache"
     elif rules.rule == "centered":
         reason = "rule='centered' needs states at references, which no cache holds"
+    elif not rules.constants:
+        reason = "zero_bias=True needs operators of whole sequences"
     names = [x for x in CACHES if x in parameters(type(model).forward)]
     if not reason and not (names and hasattr(model, "get_output_embeddings")):
         reason = f"{type(model).__name__} is no language model of transformers with a cache"
