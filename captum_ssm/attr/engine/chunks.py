@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._optional import optional
-from ...errors import InputError, OptionError, ReconstructionError
+from ...errors import CachedStateError, InputError, OptionError, ReconstructionError
 from ...linear import Network, linearized
 from ...linear.carried import Carried
 from ...operators.base import Role
@@ -97,8 +97,9 @@ class _Sequence:
         kept = kept_positions(request.forward_func, request.inputs, request.additional, questions)
         if kept is None:
             raise OptionError(
-                "chunk_tokens needs targets (position, token) of a language model of transformers "
-                "whose output layer has no hooks. Leave chunk_tokens out."
+                "chunk_tokens cannot be used: it needs targets (position, token) of a language "
+                f"model of transformers without hooks on its output layer. The model is "
+                f"{type(request.model).__name__}. Leave chunk_tokens out."
             )
         self.kept = kept
         of_any = torch.zeros(()).expand(*request.inputs.shape[:2], 2**31)
@@ -148,13 +149,17 @@ class _Sequence:
                 positions = torch.arange(chunk.start, chunk.stop, device=start.device)
                 named["position_ids"] = positions[None]
             given = network.mode.begun(start)
-            output = logits_of(call_model(request.forward_func, given, (), named))
-            network.check_ran()
-            if carried.cache is None:
+            try:
+                output = logits_of(call_model(request.forward_func, given, (), named))
+                if carried.cache is None:
+                    raise TypeError("it has no argument use_cache")
+            except (CachedStateError, TypeError, ValueError) as error:
                 raise OptionError(
-                    f"{type(request.model).__name__} does not use the cache given as "
-                    f"{self._cache_name}, so it cannot run in chunks. Leave chunk_tokens out."
-                )
+                    f"chunk_tokens cannot be used: {type(request.model).__name__}, or a mixer of "
+                    f"it, cannot continue from a DynamicCache in an explained run ({error}). Leave "
+                    "chunk_tokens out."
+                ) from error
+            network.check_ran()
             try:
                 with unseen():
                     yield network, carried, output

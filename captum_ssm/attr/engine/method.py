@@ -101,6 +101,8 @@ class Explainer:
         rule = vars(self).get("default_rule", vars(self).get("rule"))
         said += [] if rule is None else [f"rule={rule!r}"]
         said += ["recompute=True"] if getattr(self, "recompute", False) else []
+        chunk = getattr(self, "chunk_tokens", None)
+        said += [] if chunk is None else [f"chunk_tokens={chunk}"]
         return f"{self.name}({', '.join(said)})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,186 @@
+"""Long sequences in chunks: the results of one run, in the memory of one chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.marks import slow_but
+from helpers.versions import transformers5
+from oracles import relative_error
+from torch import Tensor
+from zoo import networks
+from zoo.attention import attention_model
+from zoo.mamba import transformers_model
+from zoo.mamba2 import make_model
+
+from captum_ssm import LatimFlow, MambaLRP, SSMLLMAttribution
+from captum_ssm.attr.call.targets import Each, SumTarget
+from captum_ssm.errors import InputError, OptionError, ReconstructionError, TargetError
+from captum_ssm.explain.estimate import Live
+from captum_ssm.linear import Rule
+from captum_ssm.models import load_bundled
+
+pytestmark = transformers5
+MODELS = (
+    *("mamba", "mamba2", "qwen3_next", "jamba", "falcon_mamba", "gpt_neox", "falcon_h1"),
+    *("llama with attention", "mistral with attention", "gpt2 with attention", "zamba2", "bamba"),
+    *("zamba with attention", "qwen3_5_moe with attention", "nemotron_h", "granitemoehybrid"),
+    *("olmo_hybrid", "kimi_linear"),
+)
+QUICK = ("mamba", "bamba", "qwen3_next", "mistral with attention")
+TOKENS, CHUNK, TARGET = 23, 6, (-1, 3)
+
+
+def some(*size: int) -> Tensor:
+    return torch.randint(1, 15, size or (2, TOKENS))
+
+
+@pytest.mark.parametrize("rule", ("frozen", "half", "balanced"))
+@pytest.mark.parametrize("name", slow_but(QUICK, MODELS))
+def test_the_parts_of_one_run(name: str, rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    # kernels of transformers compute in float32 inside
+    model = networks.make(name, monkeypatch, torch.float64).model
+    ids, roles = some(), rule != "half"
+    one = LatimFlow(model, rule=rule).decompose(ids, TARGET, roles=roles)
+    found = LatimFlow(model, rule=rule, chunk_tokens=CHUNK).decompose(ids, TARGET, roles=roles)
+    assert relative_error(found.inputs, one.inputs) <= 1e-5
+    for part, whole in zip(
+        (*found.streams, *found.mixers), (*one.streams, *one.mixers), strict=True
+    ):
+        assert relative_error(part, whole) <= 3e-4
+    assert (found.bias - one.bias).abs().max() <= 1e-5 >= found.delta.abs().max()
+    size = float(one.tokens.abs().max())
+    for role, relevance in (one.roles or {}).items():
+        assert found.roles is not None
+        assert (found.roles[role] - relevance).abs().max() <= 1e-5 * size, role
+
+
+def test_double_precision_is_that_of_one_run() -> None:
+    from transformers import DynamicCache
+
+    model, ids = transformers_model("mamba").double(), some()
+
+    def from_an_empty_cache(x: Tensor) -> Tensor:  # the same code: kernels, and no operators
+        logits: Tensor = model(x, cache_params=DynamicCache(config=model.config)).logits
+        return logits
+
+    for rule in ("frozen", "half", "balanced"):
+        one = LatimFlow(from_an_empty_cache, model, rule=rule).attribute(ids, TARGET)
+        found = LatimFlow(model, rule=rule, chunk_tokens=CHUNK).attribute(ids, TARGET)
+        assert relative_error(found, one) <= 1e-12
+
+
+def test_every_kind_of_input_and_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = networks.make("bamba", monkeypatch).model, some()
+    chunked, one = LatimFlow(model, chunk_tokens=CHUNK), LatimFlow(model)
+    left, right = torch.ones_like(ids), torch.ones_like(ids)
+    left[1, :9], right[1, 17:] = 0, 0
+    embeddings = model.get_input_embeddings()(ids).detach()
+    several = SumTarget([-1, -9, 3], torch.tensor([1, 2, 3]))
+    for given, options in (
+        ((ids, [(-1, 3), (16, 3)], left), {}),
+        ((ids, [(-1, 3), (16, 3)], right), {}),
+        ((ids, (12, 3)), {"contrast": "all"}),
+        ((ids, [(-1, 3), (5, 2)]), {"contrast": (3, 4)}),
+        ((ids, Each([(-1, 3), (10, 2), (7, 1)])), {}),
+        ((ids, several), {}),
+        ((embeddings, TARGET), {"per_token": True}),
+        *(((ids, TARGET), {"baselines": x}) for x in (0.1, "mean", some(), embeddings.flip(1))),
+    ):
+        expected = one.attribute(*given, **options)
+        assert relative_error(chunked.attribute(*given, **options), expected) <= 1e-5, options
+    # of several targets, paths by role that reach only some chunks
+    pairs = zip(
+        *(x.decompose_each(ids, [(-1, 3), (10, 2)], features=True) for x in (chunked, one)),
+        strict=True,
+    )
+    for found, expected in pairs:
+        assert found.roles is not None and expected.roles is not None
+        for role, relevance in expected.roles.items():
+            assert (found.roles[role] - relevance).abs().max() <= 1e-5, role
+
+
+def test_answers_and_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    model, vocabulary = load_bundled()
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["in_proj"])).base_model.model
+    for module in model.modules():
+        if hasattr(module, "lora_B"):
+            torch.nn.init.normal_(module.lora_B["default"].weight)
+    one, found = (
+        SSMLLMAttribution(x, vocabulary).attribute("anna owns the lamp . ?", " anna owns")
+        for x in (LatimFlow(model), LatimFlow(model, chunk_tokens=3))
+    )
+    assert relative_error(found.token_attr, one.token_attr) <= 1e-4
+
+
+def test_memory_is_that_of_a_chunk() -> None:
+    model = make_model("mamba2")
+    peaks = []
+    for tokens in (64, 128, 256):
+        with Live() as live:
+            LatimFlow(model, chunk_tokens=32).attribute(some(1, tokens), TARGET)
+        peaks.append(live.peak)
+    with Live() as live:
+        LatimFlow(model).attribute(some(1, 256), TARGET)
+    assert peaks[2] <= 1.3 * peaks[0] and live.peak >= 5 * peaks[2], (peaks, live.peak)
+
+
+def test_a_cache_that_forgets_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.cache_utils import LinearAttentionLayer
+
+    def forget(self: Any, states: Tensor, *_: Any, **__: Any) -> Tensor:
+        self.conv_states[0], self.has_previous_state[0] = states[..., -3:], True
+        return states
+
+    monkeypatch.setattr(LinearAttentionLayer, "update_conv_state", forget)
+    model, ids = make_model("mamba2"), some()
+    with pytest.raises(ReconstructionError, match="in two chunks"):
+        LatimFlow(model, chunk_tokens=CHUNK).attribute(ids, TARGET)
+    LatimFlow(model, chunk_tokens=CHUNK).attribute(ids, TARGET, verify=False)
+
+
+def refused() -> Iterator[tuple[str, type[Exception], Callable[[], object]]]:
+    model, ids = attention_model("llama"), some()
+
+    def explain(model: Any, target: Any = TARGET, *given: Any, **options: Any) -> object:
+        named = {name: options.pop(name) for name in ("rule", "recompute") if name in options}
+        return LatimFlow(model, chunk_tokens=4, **named).attribute(ids, target, *given, **options)
+
+    holes = torch.ones_like(ids)
+    holes[:, 4] = 0
+    left = torch.ones_like(ids)
+    left[1, :5] = 0
+    yield "chunk_tokens=0 is below 1", OptionError, lambda: LatimFlow(model, chunk_tokens=0)
+    yield (
+        "the model itself",
+        OptionError,
+        lambda: LatimFlow(lambda x: model(x).logits, model, chunk_tokens=4).attribute(ids, TARGET),
+    )
+    yield "rule='centered'", OptionError, lambda: explain(model, rule="centered")
+    yield "zero_bias=True", OptionError, lambda: explain(model, rule="frozen", zero_bias=True)
+    yield "recompute=True", OptionError, lambda: explain(model, recompute=True)
+    yield "between unmasked ones", InputError, lambda: explain(model, TARGET, holes)
+    yield "entry for each token", InputError, lambda: explain(model, TARGET, holes[:, :4])
+    yield "position_ids was passed", OptionError, lambda: explain(model, TARGET, (None, ids))
+    yield "padd", TargetError, lambda: explain(model, (2, 3), left)
+    for name in ("lfm2", "rwkv", "minimax", "mamba_ssm", "gla", "recurrent_gemma"):
+        with pytest.MonkeyPatch.context() as patch:
+            other = networks.make(name, patch).model
+            yield "chunk_tokens cannot be used", OptionError, lambda other=other: explain(other)
+
+
+def test_refused_by_name() -> None:
+    for message, error, call in refused():
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_short_inputs_are_one_run() -> None:
+    model, ids = load_bundled()[0], torch.randint(1, 15, (2, 7))
+    method = MambaLRP(model, chunk_tokens=7)
+    assert torch.equal(method.attribute(ids, TARGET), MambaLRP(model).attribute(ids, TARGET))
+    assert "chunk_tokens=7" in repr(method)
