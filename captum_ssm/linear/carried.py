@@ -8,7 +8,7 @@ ignore, and the sums over tokens from which means of keys and queries are comput
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,26 +29,31 @@ class Carried:
 
     Attributes:
         tokens: the number of tokens before the chunk.
-        sums: for each call of softmax attention the sums of keys and queries over these tokens, by
-            name. Default: empty, for the first chunk.
+        sums: for each mixer's call that compares keys and queries with their mean, the sums of
+            both over these tokens, by name. Default: empty, for the first chunk.
+        states: for each mixer's call with a state, the state before the chunk at each point
+            between references and factors where derivatives are taken; see :func:`.nodes_of`.
+            Default: empty.
         cache: the cache of the run, which the run changes. Default: None, until the model is run.
-        after: the ``sums`` for the next chunk, appended as attention is called. Default: empty.
-        leaves: the floating tensors of the cache, as leaves of the graph. A backward pass must ask
-            for their gradients. Default: empty, until the model is run.
-        gradients: the gradients that backward passes have brought to the floating tensors of the
-            cache: by the label of the pass (see :class:`.Labels`), and by the tensor's place in the
-            cache. Default: empty.
+        after, left: the ``sums`` and ``states`` for the next chunk, appended as mixers are called.
+            Default: empty.
+        leaves: the floating tensors of the cache and then ``states``, as leaves of the graph. A
+            backward pass must ask for their gradients. Default: empty, until the model is run.
+        gradients: the gradients that backward passes have brought to ``leaves``: by the label of
+            the pass (see :class:`.Labels`), and by the leaf's place. Default: empty.
     """
 
     tokens: int
     sums: Sequence[dict[str, Tensor]] = ()
     cache: Any = None
+    states: Sequence[Sequence[Tensor]] = ()
     after: list[dict[str, Tensor]] = field(default_factory=list)
+    left: list[Sequence[Tensor]] = field(default_factory=list)
     gradients: dict[Role | None, dict[int, Tensor]] = field(default_factory=dict)
     leaves: list[Tensor] = field(default_factory=list)
 
     def receives(self, leaf: Tensor, labels: Labels) -> None:
-        """Record the gradients that will arrive at the next floating tensor of the cache."""
+        """Add a leaf, and record the gradients that will arrive there."""
 
         def arrives(gradient: Tensor, place: int = len(self.leaves)) -> None:
             self.gradients.setdefault(labels.label, {})[place] = gradient
@@ -68,33 +73,33 @@ class Carried:
             state = state[:, scan]
         return None if state is None else state.clone()  # the cache is written to later
 
-    def attended(self, query: Tensor, key: Tensor) -> dict[str, Before]:
-        """Add the sums of an attention call; return the sums over tokens before its arguments.
+    def before(self, factors: Mapping[str, Tensor]) -> dict[str, Before]:
+        """Add the sums of keys and queries of a mixer's call; return the sums of earlier tokens.
 
         Args:
-            query: the chunk's queries (B, H, T, P).
-            key: keys of the chunk, and before them of all earlier tokens or of the latest ones.
+            factors: by name, factors (B, T, ...) that end with the chunk's tokens. Keys of
+                attention begin with earlier tokens: all, or the latest ones.
         """
-        new = query.shape[2]
-        sums = {"query": query.detach().sum(2)}
-        sums["key"] = key[:, :, -new:].detach().sum(2)
-        earlier, place = key.shape[2] - new, len(self.after)
+        new, place = min(x.shape[1] for x in factors.values()), len(self.after)
+        sums = {name: x[:, -new:].detach().sum(1) for name, x in factors.items()}
         if self.tokens == 0:
             self.after.append(sums)
             return {}
-        known = self.sums[place]
         # keys may have been repeated for the queries of a group, or not
-        known = {name: _in_heads(known[name], x.shape[1]) for name, x in sums.items()}
+        known = {name: _in_heads(self.sums[place][name], x) for name, x in sums.items()}
         self.after.append({name: known[name] + x for name, x in sums.items()})
-        before: dict[str, Before] = {"query": (known["query"], self.tokens)}
-        if earlier < self.tokens:  # attention in a window, whose cache is cut
-            gone = known["key"] - key[:, :, :earlier].detach().sum(2)
-            before["key"] = gone, self.tokens - earlier
+        before: dict[str, Before] = {}
+        for name, x in factors.items():
+            earlier = x.shape[1] - new
+            if earlier < self.tokens:  # else all keys are given
+                gone = known[name] - x[:, :earlier].detach().sum(1)
+                before[name] = gone, self.tokens - earlier
         return before
 
 
-def _in_heads(x: Tensor, heads: int) -> Tensor:
-    """Return sums (B, H, P) for a number of heads that is a multiple of H, or divides H."""
+def _in_heads(x: Tensor, like: Tensor) -> Tensor:
+    """Return sums (B, H, ...) for the number of heads of ``like``, a multiple or a part of H."""
+    heads = like.shape[1]
     if x.shape[1] < heads:
         return x.repeat_interleave(heads // x.shape[1], 1)
     return x[:, :: x.shape[1] // heads]

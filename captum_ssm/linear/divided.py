@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,9 @@ class Core:
         softmax: whether the kernel is softmax attention. Default: False.
         before: by factor, the sum over the tokens before the factor's, and the number of these
             tokens. Default: none.
+        at_nodes: by factor, its value at each point where derivatives are taken, in place of the
+            values between reference and factor. Default: none.
+        node: the index of the only point where derivatives are taken. Default: None, all.
         key: a key that identifies this object among all that divide relevance.
     """
 
@@ -49,6 +52,8 @@ class Core:
     mapped: Tensor | None = None
     softmax: bool = False
     before: Mapping[str, Before] = field(default_factory=dict)
+    at_nodes: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    node: int | None = None
     key: object = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,32 +68,54 @@ class Core:
         """The factors that depend on the input and get a share of the relevance, by name."""
         family = FAMILY[self.reading.mode.rule]
         every = dict(self.factors) if self.gate is None else {**self.factors, _GATE: self.gate}
+        for name, values in self.at_nodes.items():
+            del every[name]
+            every |= {f"{name}@{i}": values[i] for i, _ in self._nodes()}
         return {
             name: x for name, x in every.items() if x.requires_grad and self.role(name) in family
         }
 
     def role(self, name: str) -> Role:
         """Return a factor's role, such as ``"key"``."""
-        return "gate" if name == _GATE else self.roles[name][0]
+        return "gate" if name == _GATE else self.roles[name.split("@")[0]][0]
+
+    def _nodes(self) -> list[tuple[int, float]]:
+        """Return the points where derivatives are taken, with their indices."""
+        nodes = list(enumerate(nodes_of(self.reading.mode.rule, self.softmax)))
+        return nodes if self.node is None else [nodes[self.node]]
+
+    def value_at_node(self) -> Tensor:
+        """Return the kernel's result at the only point where derivatives are taken."""
+        ((i, node),) = self._nodes()
+        at = {name: x.detach() for name, x in self.factors.items()}
+        for name in self.live.keys() & at.keys():
+            at[name] = self._between(name, at[name], node)
+        with torch.no_grad(), unseen():
+            return self.run(**at | {name: x[i].detach() for name, x in self.at_nodes.items()})
 
     def averaged(self, up: Tensor) -> dict[str, Tensor]:
         """Return gradients at the factors in ``live``: averages over nodes, times the shares."""
         rule, live = self.reading.mode.rule, self.live
-        family, nodes, found = FAMILY[rule], nodes_of(rule, self.softmax), dict[str, Tensor]()
-        for node in nodes:
-            for name, gradient in self._at(node, up, live).items():
+        family, nodes, found = FAMILY[rule], self._nodes(), dict[str, Tensor]()
+        for i, node in nodes:
+            for name, gradient in self._at(i, node, up, live).items():
                 part = gradient * (family[self.role(name)].share / len(nodes))
                 found[name] = found[name] + part if name in found else part
         return found
 
-    def _at(self, node: float, up: Tensor, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _at(
+        self, number: int, node: float, up: Tensor, live: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Return the gradients at the point ``node`` between references (0) and factors (1)."""
         at = {name: x.detach() for name, x in self.factors.items()}
-        names = [name for name in live if name != _GATE]
+        names = [name for name in live if name in at]
         for name in names:
             at[name] = self._between(name, at[name], node).detach().requires_grad_()
+        for name, values in self.at_nodes.items():
+            at[name] = at[f"{name}@{number}"] = values[number].detach().requires_grad_()
+            names.append(f"{name}@{number}")
         with torch.enable_grad(), unseen():
-            out = self.run(**at)
+            out = self.run(**{name: x for name, x in at.items() if "@" not in name})
             if self.gate is None:
                 return self._back(out, at, names, up)
             gate = self.gate.detach()

@@ -27,7 +27,7 @@ from ..operators.kernels.arithmetic import unseen
 from ..tracing.changes import Shared, lasting
 from ..tracing.repair.fused import gated_norm
 from ..tracing.repair.loops import Repair, replacing
-from .reading import READ, Reading, Roles, now
+from .reading import READ, STATES, Reading, Roles, now
 
 #: Computes a kernel's result from the reading of a mixer call, the kernel and its arguments.
 Entry = Callable[..., Any]
@@ -67,8 +67,7 @@ _UNSUPPORTED = frozenset(
         *("dt_rms_weight", "B_proj_bias", "C_proj_bias", "residual", "cache", "reverse"),
     )
 )
-#: Arguments for first and last states, which entries accept in a run that continues from a cache.
-_STATES = frozenset(("initial_states", "initial_state"))
+#: Arguments that ask for last states. They and ``STATES`` are accepted if a cache was passed.
 _LAST = frozenset(("return_last_state", "return_final_states", "output_final_state"))
 
 
@@ -100,7 +99,7 @@ def _by_name(
         given |= {name: unit(given[name]) for name in names if name in given}
     roles = {name: role for name, role in _VECTORS.items() if isinstance(given.get(name), Tensor)}
     factors = {name: given.pop(name) for name in roles}
-    for name in _STATES & given.keys():
+    for name in STATES & given.keys():
         if isinstance(given[name], Tensor):  # a copy, as the cache is written to later
             roles[name], factors[name] = ("content", 1), given.pop(name).clone()
     if not factors or any(map(reading.mode.is_live, given.values())):
@@ -490,8 +489,7 @@ def attention(
         return kernel(query, key, value, *args, **kwargs)
 
     factors = {"query": query, "key": key, "value": value}
-    before = {} if reading.carried is None else reading.carried.attended(query, key)
-    return reading.moved(run, _PAIRS, factors, softmax=True, before=before)
+    return reading.moved(run, _PAIRS, factors, softmax=True)
 
 
 def _of_content(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
@@ -534,9 +532,9 @@ ENTRIES: dict[str, Entry] = {
 #: Entries of kernels that continue from a cache, and state arguments that other entries accept.
 _STEPS = (_conv_step, _scan_step)
 _WITH_CACHE = {
-    _vectors: _STATES | _LAST,
+    _vectors: STATES | _LAST,
     _softmax_vectors: _LAST,
-    _delta: _STATES | _LAST,
+    _delta: STATES | _LAST,
     _selective_scan: _LAST,
 }
 

@@ -16,6 +16,7 @@ from ..errors import InputError, NotLinearError, OptionError
 from ..operators.kernels.arithmetic import unseen, unseen_by
 from ..operators.kernels.truths import holds
 from ..tracing.hooks import detached, tensors_in
+from .carried import Carried
 from .constants import Ledger, share
 from .kernels import attention
 from .reading import Reading
@@ -231,6 +232,13 @@ class Linearizing(TorchFunctionMode):
         leaf = x.detach().requires_grad_()
         self._leaves[leaf] = True
         return leaf
+
+    def carried_states(self, carried: Carried) -> list[Tensor]:
+        """Return leaves for the states of a mixer's call before a chunk of a sequence."""
+        found = [self.cached(x) for x in carried.states[len(carried.left)]]
+        for leaf in self.ledger.leaves[-len(found) :]:
+            carried.receives(leaf, self.labels)
+        return found
 
     def cached(self, x: Tensor) -> Tensor:
         """Return a copy of a cache's tensor, whose contribution is the constant named "cache"."""

@@ -16,10 +16,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import MappingProxyType
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +36,7 @@ from ..tracing.hooks import tensors_in
 from ..tracing.split import is_split
 from .carried import Before, Carried
 from .divided import Core, divided
+from .shares import FAMILY, nodes_of
 
 if TYPE_CHECKING:
     from .mode import Linearizing
@@ -57,6 +58,9 @@ READ = {
     if (kind := adapter.partition(":")[0]) in _READ.split()
     and adapter not in ("fla.attention:fla_path", "fla.delta:fla_delta_product")
 }
+
+#: Names of kernels' arguments for first states.
+STATES = frozenset(("initial_states", "initial_state"))
 
 now: ContextVar[Reading | None] = ContextVar("captum_ssm_reading", default=None)
 
@@ -121,7 +125,6 @@ class Reading:
         roles: Roles,
         factors: Mapping[str, Tensor],
         softmax: bool = False,
-        before: Mapping[str, Before] = MappingProxyType({}),
     ) -> Tensor:
         """Return a kernel's result; the graph is linear, or divides relevance by the rule.
 
@@ -130,12 +133,10 @@ class Reading:
             roles: the roles of the factors.
             factors: the factors by name.
             softmax: whether the kernel is softmax attention. Default: False.
-            before: by factor, the sum over tokens before the factor's. Default: none.
         """
         self._mixes |= len(roles) > 1
         if self.mode.divides and len(roles) > 1:
-            core = Core(self, run, roles, dict(factors), softmax=softmax, before=before)
-            return self._shared(core)
+            return self._shared(self._core(run, roles, factors, softmax))
         contents = [name for name, (role, _) in roles.items() if role == "content"]
         with unseen():
             out = run(
@@ -160,12 +161,43 @@ class Reading:
             states[:] = [state]
             return out
 
-        out = self.moved(result, roles, factors, softmax)
-        (state,) = states
-        if self.mode.divides and len(roles) > 1:
-            core = Core(self, lambda **given: run(**given)[1], roles, dict(factors))
-            state = divided(core, state)
-        return out, state
+        if not self.mode.divides or len(roles) == 1:
+            return self.moved(result, roles, factors, softmax), states[0]
+        self._mixes = True
+        core = self._core(result, roles, factors, softmax)
+        out, (state,) = self._shared(core), states
+        left = replace(core, run=lambda **given: run(**given)[1])
+        nodes = nodes_of(self.mode.rule, softmax)
+        if nodes == (1.0,):
+            return out, divided(left, state)
+        each = [replace(left, node=i) for i in range(len(nodes))]
+        assert self.carried is not None
+        self.carried.left.append([divided(x, x.value_at_node()) for x in each])
+        return out, state.detach()
+
+    def _core(
+        self,
+        run: Callable[..., Tensor],
+        roles: Roles,
+        factors: Mapping[str, Tensor],
+        softmax: bool,
+    ) -> Core:
+        """Return a kernel with its factors, and with what earlier chunks contribute to them."""
+        before, at_nodes = dict[str, Before](), dict[str, Sequence[Tensor]]()
+        if self.carried is not None:
+            shares = FAMILY[self.mode.rule]
+            compared = {
+                name: factors[name].movedim(dim, 1)
+                for name, (role, dim) in roles.items()
+                if shares[role].compared_with(softmax) == "mean"
+            }
+            before = self.carried.before(compared) if compared else before
+            several = nodes_of(self.mode.rule, softmax) != (1.0,)
+            for name in factors.keys() & STATES if several else ():
+                at_nodes[name] = self.mode.carried_states(self.carried)
+        return Core(
+            self, run, roles, dict(factors), softmax=softmax, before=before, at_nodes=at_nodes
+        )
 
     def selecting(self, x: Tensor) -> Tensor:
         """Return ``x``, from which keys and steps are computed; detached if they get no share."""

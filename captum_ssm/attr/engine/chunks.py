@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise, zip_longest
+from itertools import chain, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,10 +96,9 @@ class _Sequence:
         self.mask = _mask_of(request)
         kept = kept_positions(request.forward_func, request.inputs, request.additional, questions)
         if kept is None:
-            raise OptionError(
-                "chunk_tokens cannot be used: it needs targets (position, token) of a language "
-                f"model of transformers without hooks on its output layer. The model is "
-                f"{type(request.model).__name__}. Leave chunk_tokens out."
+            raise self._refused(
+                "must be a language model of transformers without hooks on its output layer, and "
+                "the target a pair (position, token)"
             )
         self.kept = kept
         of_any = torch.zeros(()).expand(*request.inputs.shape[:2], 2**31)
@@ -123,6 +122,23 @@ class _Sequence:
         # where a plain run of the first chunks is compared
         self._checked = self.chunks[min(1, len(self.chunks) - 1)].stop - 1
 
+    def _refused(self, reason: str) -> OptionError:
+        name = type(self._request.model).__name__
+        return OptionError(f"chunk_tokens cannot be used: {name} {reason}. Leave chunk_tokens out.")
+
+    def _empty_cache(self) -> Any:
+        """Return a cache without tokens, after a plain run of one token that it must support."""
+        transformers = optional("transformers", "transformers", "chunk_tokens")
+        request = self._request
+        one, two = (transformers.DynamicCache(config=request.model.config) for _ in range(2))
+        with torch.no_grad():
+            try:
+                given = {self._cache_name: one, "use_cache": True}
+                call_model(request.forward_func, request.inputs[:, :1], (), given)
+            except Exception as error:
+                raise self._refused(f"does not run with a DynamicCache ({error})") from error
+        return two
+
     @contextmanager
     def _run(
         self, chunk: range, border: _Border, asked: Sequence[int], verify: bool | float
@@ -131,7 +147,8 @@ class _Sequence:
         request, rules = self._request, self._rules
         require_deterministic(request.model)
         start = request.inputs[:, chunk.start : chunk.stop].clone()
-        carried = Carried(chunk.start - self.chunks[0].start, border.sums)
+        first = self.chunks[0].start
+        carried = Carried(chunk.start - first, border.sums, states=border.states)
         kept = Kept(tuple(p - chunk.start for p in asked) or (len(chunk) - 1,), len(chunk))
         with linearized(
             request.model,
@@ -151,14 +168,8 @@ class _Sequence:
             given = network.mode.begun(start)
             try:
                 output = logits_of(call_model(request.forward_func, given, (), named))
-                if carried.cache is None:
-                    raise TypeError("it has no argument use_cache")
-            except (CachedStateError, TypeError, ValueError) as error:
-                raise OptionError(
-                    f"chunk_tokens cannot be used: {type(request.model).__name__}, or a mixer of "
-                    f"it, cannot continue from a DynamicCache in an explained run ({error}). Leave "
-                    "chunk_tokens out."
-                ) from error
+            except CachedStateError as error:
+                raise self._refused("has a mixer that is explained only without a cache") from error
             network.check_ran()
             try:
                 with unseen():
@@ -166,11 +177,11 @@ class _Sequence:
             finally:  # the cache and the leaves hold the graph, and hooks hold these
                 carried.cache = None
                 carried.leaves.clear()
+                carried.left.clear()
 
     def run_forward(self) -> Tensor:
         """Run all chunks, keep what lies between them, and return the logits at kept positions."""
-        transformers = optional("transformers", "transformers", "chunk_tokens")
-        border = _Border(transformers.DynamicCache(config=self._request.model.config))
+        border = _Border(self._empty_cache())
         found: dict[int, Tensor] = {}
         run = self.chunks if self._is_mean else self.chunks[: self._reaching]
         for chunk in shown(run):
@@ -189,7 +200,8 @@ class _Sequence:
             new = [x.detach().sum(1, keepdim=True, dtype=_wide(x)) for x in network.roots]
             before = self._sums or [torch.zeros_like(x) for x in new]
             self._sums = [a + b for a, b in zip(before, new, strict=True)]
-            return _Border(carried.cache, carried.after, border)
+            left = [[x.detach() for x in each] for each in carried.left]
+            return _Border(carried.cache, carried.after, left, border)
 
     def _require_same(self, logits: Tensor) -> None:
         """Raise unless a plain run of the first chunks computes the same last ``logits`` (1, V)."""
@@ -257,7 +269,7 @@ class _Sequence:
         Returns:
             The part of the decomposition, and the gradients at the cache that the chunk received.
         """
-        left = _floating(carried.cache)
+        left = [*_floating(carried.cache), *chain.from_iterable(carried.left)]
 
         def reached(label: Role | None) -> Tensor:
             """Return the number's part along paths of a label; its graph is of all labels."""
@@ -334,14 +346,18 @@ class _Border:
 
     Args:
         cache: the cache after a chunk.
-        sums: see :class:`.Carried`. Default: empty.
+        sums, states: see :class:`.Carried`. Default: empty.
         before: the border before the chunk. Default: None, the chunk is the first.
     """
 
     def __init__(
-        self, cache: Any, sums: Sequence[dict[str, Tensor]] = (), before: _Border | None = None
+        self,
+        cache: Any,
+        sums: Sequence[dict[str, Tensor]] = (),
+        states: Sequence[Sequence[Tensor]] = (),
+        before: _Border | None = None,
     ) -> None:
-        self.sums = sums
+        self.sums, self.states = sums, states
         tensors: list[Tensor] = []
         self._frame = copied(cache, lambda x: _put(tensors, x.detach()))
         earlier = [] if before is None else before._parts
@@ -417,12 +433,12 @@ def _name_of_cache(request: Request, rules: Rules) -> str:
         reason = "only the token ids or embeddings of one text can be explained in chunks"
     elif rules.recompute:
         reason = "recompute=True does not support a cache"
-    elif rules.rule == "centered":
-        reason = "rule='centered' needs states at references, which no cache holds"
     elif not rules.constants:
         reason = "zero_bias=True needs operators of whole sequences"
-    names = [x for x in CACHES if x in parameters(type(model).forward)]
-    if not reason and not (names and hasattr(model, "get_output_embeddings")):
+    known = parameters(type(model).forward)
+    names = [x for x in CACHES if x in known]
+    is_known = names and "use_cache" in known and hasattr(model, "get_output_embeddings")
+    if not reason and not is_known:
         reason = f"{type(model).__name__} is no language model of transformers with a cache"
     if reason:
         raise OptionError(f"chunk_tokens cannot be used: {reason}. Leave chunk_tokens out.")
