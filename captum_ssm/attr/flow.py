@@ -44,6 +44,11 @@ class FlowMethod(LinearMethod):
     ) -> None:
         super().__init__(forward_func, model, layers)
         self.chunk_tokens = checks.count("chunk_tokens", chunk_tokens)
+        if self.chunk_tokens is not None and self.chunk_tokens < 3:
+            raise OptionError(
+                f"chunk_tokens={chunk_tokens} is below 3, but models run a single token by other "
+                "code. Pass a larger number, such as 1024, or None."
+            )
         if recompute is not None:
             checks.flags(recompute=recompute)
         self.recompute = recompute
@@ -168,6 +173,9 @@ class LatimFlow(FlowMethod):
             backward passes. Each block then keeps only one residual stream in memory, and calls
             take up to twice as long. Default: None, only after the device's memory was too small
             without.
+        chunk_tokens: run a language model of transformers on chunks of at most this number of
+            tokens. A call then needs the memory of one chunk and of the model's cache, and takes up
+            to twice as long. Default: None, the whole sequence at once.
 
     Raises:
         ModelNotFoundError: if no module is found from forward_func and ``model`` is None.
@@ -447,6 +455,9 @@ class MambaLRP(LatimFlow):
             backward passes. Each block then keeps only one residual stream in memory, and calls
             take up to twice as long. Default: None, only after the device's memory was too small
             without.
+        chunk_tokens: run a language model of transformers on chunks of at most this number of
+            tokens. A call then needs the memory of one chunk and of the model's cache, and takes up
+            to twice as long. Default: None, the whole sequence at once.
 
     Raises:
         ModelNotFoundError: if no module is found from forward_func and ``model`` is None.

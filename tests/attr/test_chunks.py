@@ -30,7 +30,7 @@ MODELS = (
     *("zamba with attention", "qwen3_5_moe with attention", "nemotron_h", "granitemoehybrid"),
     *("olmo_hybrid", "kimi_linear"),
 )
-QUICK = ("mamba", "bamba", "qwen3_next", "mistral with attention")
+QUICK = ("mamba", "jamba", "qwen3_next", "mistral with attention")
 TOKENS, CHUNK, TARGET = 23, 6, (-1, 3)
 
 
@@ -77,7 +77,7 @@ def test_double_precision_is_that_of_one_run() -> None:
 
 
 def test_every_kind_of_input_and_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = networks.make("bamba", monkeypatch).model, some()
+    model, ids = networks.make("jamba", monkeypatch).model, some()
     chunked, one = LatimFlow(model, chunk_tokens=CHUNK), LatimFlow(model)
     left, right = torch.ones_like(ids), torch.ones_like(ids)
     left[1, :9], right[1, 17:] = 0, 0
@@ -158,6 +158,7 @@ def refused() -> Iterator[tuple[str, type[Exception], Callable[[], object]]]:
     left = torch.ones_like(ids)
     left[1, :5] = 0
     yield "chunk_tokens=0 is below 1", OptionError, lambda: LatimFlow(model, chunk_tokens=0)
+    yield "chunk_tokens=2 is below 3", OptionError, lambda: LatimFlow(model, chunk_tokens=2)
     yield (
         "the model itself",
         OptionError,

@@ -55,14 +55,9 @@ def in_chunks(
     if baselines is None and rules.rule not in ("frozen", "half"):
         baselines = "mean"
     sequence = _Sequence(request, questions, rules, tokens, baselines)
-    logits = sequence.run_forward()
-    numbers = []
-    for question in questions:
-        number, constant = contrasted(logits, question.target, question.contrast, sequence.kept)
-        (gradient,) = torch.autograd.grad(number, logits, torch.ones_like(number))
-        numbers.append(_Number(number.detach(), constant, gradient))
-    parts = sequence.run_backward(numbers)
-    return [sequence.joined(*each) for each in zip(numbers, parts, strict=True)]
+    for run in shown((sequence.run_forward, sequence.run_backward)):
+        run()
+    return [sequence.joined(*each) for each in sequence.numbers.items()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +73,8 @@ class _Sequence:
     """One example, and the model's runs on its chunks.
 
     Attributes:
-        kept: the positions at which logits are needed.
-        mask: True for real tokens (1, L), or None.
+        numbers: the explained number of each question, and the parts of its decomposition, by
+            chunk. Empty before :meth:`run_forward`.
     """
 
     def __init__(
@@ -93,34 +88,35 @@ class _Sequence:
         self._request, self._rules, self._baselines = request, rules, baselines
         self._is_mean = isinstance(baselines, str) and baselines == "mean"
         self._cache_name = _name_of_cache(request, rules)
-        self.mask = _mask_of(request)
+        self._questions, self.numbers = questions, dict[_Number, list[Decomposition]]()
+        mask = _mask_of(request)
         kept = kept_positions(request.forward_func, request.inputs, request.additional, questions)
         if kept is None:
             raise self._refused(
                 "must be a language model of transformers without hooks on its output layer, and "
                 "the target a pair (position, token)"
             )
-        self.kept = kept
+        self._kept = kept
         of_any = torch.zeros(()).expand(*request.inputs.shape[:2], 2**31)
         for question in questions:
-            require_real_target(target_index(question.target, of_any), of_any, self.mask)
+            require_real_target(target_index(question.target, of_any), of_any, mask)
         first, end = 0, request.inputs.shape[1]
-        if self.mask is not None:
-            real = self.mask[0].nonzero()[:, 0].tolist()
+        if mask is not None:
+            real = mask[0].nonzero()[:, 0].tolist()
             first, end = real[0], real[-1] + 1
             if len(real) < end - first:
                 raise InputError(
                     "The attention mask hides tokens between unmasked ones, which chunk_tokens "
                     "does not support. Leave chunk_tokens out."
                 )
-        self.chunks = _divided(range(first, end), tokens)
+        self._chunks = _divided(range(first, end), tokens)
         #: the number of chunks that reach the targets
-        self._reaching = sum(chunk.start <= kept.positions[-1] for chunk in self.chunks)
+        self._reaching = sum(chunk.start <= kept.positions[-1] for chunk in self._chunks)
         self._borders: list[_Border] = []
         self._granted = 0.0
         self._sums: list[Tensor] = []
         # where a plain run of the first chunks is compared
-        self._checked = self.chunks[min(1, len(self.chunks) - 1)].stop - 1
+        self._checked = self._chunks[min(1, len(self._chunks) - 1)].stop - 1
 
     def _refused(self, reason: str) -> OptionError:
         name = type(self._request.model).__name__
@@ -147,7 +143,7 @@ class _Sequence:
         request, rules = self._request, self._rules
         require_deterministic(request.model)
         start = request.inputs[:, chunk.start : chunk.stop].clone()
-        first = self.chunks[0].start
+        first = self._chunks[0].start
         carried = Carried(chunk.start - first, border.sums, states=border.states)
         kept = Kept(tuple(p - chunk.start for p in asked) or (len(chunk) - 1,), len(chunk))
         with linearized(
@@ -179,21 +175,25 @@ class _Sequence:
                 carried.leaves.clear()
                 carried.left.clear()
 
-    def run_forward(self) -> Tensor:
-        """Run all chunks, keep what lies between them, and return the logits at kept positions."""
+    def run_forward(self) -> None:
+        """Run all chunks, keep what lies between them, and find the numbers to explain."""
         border = _Border(self._empty_cache())
         found: dict[int, Tensor] = {}
-        run = self.chunks if self._is_mean else self.chunks[: self._reaching]
+        run = self._chunks if self._is_mean else self._chunks[: self._reaching]
         for chunk in shown(run):
             self._borders.append(border)
             border = self._forward(chunk, border, found)
             if self._checked in chunk and self._rules.verify is not False:
                 self._require_same(found[self._checked])
-        return torch.stack([found[p] for p in self.kept.positions], 1).requires_grad_()
+        logits = torch.stack([found[p] for p in self._kept.positions], 1).requires_grad_()
+        for question in self._questions:
+            number, constant = contrasted(logits, question.target, question.contrast, self._kept)
+            (gradient,) = torch.autograd.grad(number, logits, torch.ones_like(number))
+            self.numbers[_Number(number.detach(), constant, gradient)] = []
 
     def _forward(self, chunk: range, border: _Border, found: dict[int, Tensor]) -> _Border:
         """Run a chunk; add its logits to ``found``, by position; return the border behind it."""
-        asked = sorted(p for p in {*self.kept.positions, self._checked} if p in chunk)
+        asked = sorted(p for p in {*self._kept.positions, self._checked} if p in chunk)
         with self._run(chunk, border, asked, self._rules.verify) as (network, carried, output):
             self._granted = max(self._granted, network.granted * len(network.calls))
             found |= zip(asked, output.detach().unbind(1), strict=False)
@@ -219,36 +219,27 @@ class _Sequence:
                 "verify=False to skip this comparison."
             )
 
-    def run_backward(self, numbers: Sequence[_Number]) -> list[list[Decomposition]]:
-        """Run all chunks again, from the last to the first; return each number's parts by chunk."""
-        found: list[list[Decomposition]] = [[] for _ in numbers]
-        later: Sequence[_Gradients] = [{} for _ in numbers]
-        pairs = list(zip(self.chunks, self._borders, strict=False))[: self._reaching]
-        self._borders = []
-        while pairs:
-            parts, later = self._backward(*pairs.pop(), numbers, later)
-            for each, part in zip(found, parts, strict=True):
-                each.insert(0, part)
-        return found
+    def run_backward(self) -> None:
+        """Run the chunks that reach the targets again, from the last to the first."""
+        later: dict[_Number, _Gradients] = {number: {} for number in self.numbers}
+        pairs = list(zip(self._chunks, self._borders, strict=False))[: self._reaching]
+        for chunk, border in shown(pairs[::-1]):
+            later = self._backward(chunk, border, later)
 
     def _backward(
-        self,
-        chunk: range,
-        border: _Border,
-        numbers: Sequence[_Number],
-        later: Sequence[_Gradients],
-    ) -> tuple[Sequence[Decomposition], Sequence[_Gradients]]:
-        """Run a chunk again; return for each number its part, and its gradients at the cache."""
-        here = [i for i, position in enumerate(self.kept.positions) if position in chunk]
-        asked = [self.kept.positions[i] for i in here]
+        self, chunk: range, border: _Border, later: Mapping[_Number, _Gradients]
+    ) -> dict[_Number, _Gradients]:
+        """Run a chunk again, and add its parts; return the gradients at the cache before it."""
+        here = [i for i, position in enumerate(self._kept.positions) if position in chunk]
+        asked, sooner = [self._kept.positions[i] for i in here], dict[_Number, _Gradients]()
         with self._run(chunk, border, asked, False) as (network, carried, output):
             start = self._start(network, chunk)
-            pairs = [
-                self._decomposed(network, carried, output, number.at_logits[:, here], each, start)
-                for number, each in zip(numbers, later, strict=True)
-            ]
-        parts, sooner = zip(*pairs, strict=True)
-        return parts, sooner
+            for number, parts in self.numbers.items():
+                at = number.at_logits[:, here]
+                given = network, carried, output, at, later[number], start
+                part, sooner[number] = self._decomposed(*given)
+                parts.insert(0, part)
+        return sooner
 
     def _decomposed(
         self,
@@ -304,7 +295,7 @@ class _Sequence:
         roots, tokens = network.roots, self._request.inputs.shape[1]
         baselines = self._baselines
         if self._is_mean:
-            count = self.chunks[-1].stop - self.chunks[0].start
+            count = self._chunks[-1].stop - self._chunks[0].start
             pairs = zip(self._sums, roots, strict=True)
             return [(total / count).to(x).expand_as(x) for total, x in pairs]
         if isinstance(baselines, Tensor) and baselines.dim() > 1 and baselines.shape[1] == tokens:
@@ -313,7 +304,7 @@ class _Sequence:
 
     def joined(self, number: _Number, parts: Sequence[Decomposition]) -> Decomposition:
         """Return the decomposition of a number from its parts by chunk, on all L tokens."""
-        first, end = self.chunks[0].start, self.chunks[len(parts) - 1].stop
+        first, end = self._chunks[0].start, self._chunks[len(parts) - 1].stop
         behind = self._request.inputs.shape[1] - end
 
         def along(tensors: Iterable[Tensor]) -> Tensor:
