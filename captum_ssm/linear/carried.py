@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ..operators.base import Role
@@ -19,7 +20,7 @@ from ..operators.base import Role
 if TYPE_CHECKING:
     from .shares import Labels
 
-#: The sum of a factor over the tokens before a chunk (B, 1, ...), and the number of these tokens.
+#: The sum of a factor over the tokens before a chunk (B, ...), and the number of these tokens.
 Before = tuple[Tensor, int]
 
 
@@ -81,7 +82,7 @@ class Carried:
                 attention begin with earlier tokens: all, or the latest ones.
         """
         new, place = min(x.shape[1] for x in factors.values()), len(self.after)
-        sums = {name: x[:, -new:].detach().sum(1) for name, x in factors.items()}
+        sums = {name: _summed(x[:, -new:]) for name, x in factors.items()}
         if self.tokens == 0:
             self.after.append(sums)
             return {}
@@ -92,9 +93,13 @@ class Carried:
         for name, x in factors.items():
             earlier = x.shape[1] - new
             if earlier < self.tokens:  # else all keys are given
-                gone = known[name] - x[:, :earlier].detach().sum(1)
+                gone = known[name] - _summed(x[:, :earlier])
                 before[name] = gone, self.tokens - earlier
         return before
+
+
+def _summed(x: Tensor) -> Tensor:
+    return x.detach().sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _in_heads(x: Tensor, like: Tensor) -> Tensor:

@@ -189,7 +189,7 @@ class Reading:
             compared = {
                 name: factors[name].movedim(dim, 1)
                 for name, (role, dim) in roles.items()
-                if shares[role].compared_with(softmax) == "mean"
+                if role in shares and shares[role].compared_with(softmax) == "mean"
             }
             before = self.carried.before(compared) if compared else before
             several = nodes_of(self.mode.rule, softmax) != (1.0,)
