@@ -1,6 +1,7 @@
 """A rollout row, LatimFlow and a span of an answer of a Mamba of 130M's width at 131,072 tokens.
 
     python -m benchmarks.long_context --out results
+    python -m benchmarks.long_context --layers 24 --only "LatimFlow, chunk_tokens=4096"
 
 prints time and peak memory on a CPU at an eighth of the length and at the whole, and how far all
 are from float64 at some columns.  There the row is found from the other side, by carrying one
@@ -34,6 +35,7 @@ MEMORY, EXPONENT, ERROR = 20e9 / 2**20, 1.05, 1e-5
 #: How far before the query the columns lie that are held to float64.
 BEFORE = (0, 40, 900)
 SHORTER = 8
+CHUNK = 4096
 #: Tokens of the span, which end with one that is not read.
 SPAN = 128
 
@@ -42,6 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=131_072)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--only", nargs="+", help="names of methods; default: all")
     parser.add_argument("--out", type=Path, help="folder for long_context.csv")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -50,6 +53,8 @@ def main() -> None:
     inputs = [models.example("Mamba", length) for length in lengths]
     rows, found = [], {}
     for name, call in methods(model).items():
+        if options.only is not None and name not in options.only:
+            continue
         print(f"{name} at {lengths}", file=sys.stderr, flush=True)
         costs = [measure(lambda call=call, ids=ids: call(ids), repeats=1) for ids in inputs]
         found[name] = costs[1].result[0]
@@ -85,12 +90,16 @@ def main() -> None:
 
 def methods(model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
     """By name: ids (1, L) to relevance (1, L)."""
-    rollout, flow = ImplicitAttentionRollout(model), LatimFlow(model)
+    rollout, flow = ImplicitAttentionRollout(model), LatimFlow(model, rule="frozen")
+    chunked = LatimFlow(model, rule="frozen", chunk_tokens=CHUNK)
     return {
         "ImplicitAttentionRollout": lambda ids: rollout.attribute(
             ids, query=-1, components="exact"
         ),
         "LatimFlow": lambda ids: flow.attribute(ids, target=models.target("Mamba")),
+        f"LatimFlow, chunk_tokens={CHUNK}": lambda ids: chunked.attribute(
+            ids, target=models.target("Mamba")
+        ),
         "a span": lambda ids: _of_span(SSMLLMAttribution(flow, _Numbers()), ids),
     }
 
@@ -161,12 +170,16 @@ def against_float64(model: Any, ids: Tensor, found: dict[str, Tensor]) -> dict[s
     ends = [rescaled(model.backbone.norm_f, share, near)[0, -SPAN:] for share in shares]
     wanted = {
         "ImplicitAttentionRollout": torch.stack([unit[0, -1] for unit in units]),
-        "LatimFlow": torch.stack([end_of[-1] @ head for end_of in ends]),
+        **dict.fromkeys(
+            ("LatimFlow", f"LatimFlow, chunk_tokens={CHUNK}"),
+            torch.stack([end_of[-1] @ head for end_of in ends]),
+        ),
         "a span": torch.stack([(end_of * heads[spanned(ids)]).sum() for end_of in ends]),
     }
     return {
         name: float((found[name][end][columns] - right).abs().max() / found[name].abs().max())
         for name, right in wanted.items()
+        if name in found
     }
 
 
