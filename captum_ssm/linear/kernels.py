@@ -336,7 +336,10 @@ def _scan_from(
         B = torch.cat([before, B, torch.zeros_like(unit)], -1)
         C = torch.cat([torch.zeros_like(before), C, unit], -1)
         u, step = torch.cat([u, none], -1), torch.cat([step, still], -1)
-        y = kernel(u, step, A, B, C, None, z=None, **options)
+        if u.device.type == "cpu" and not reading.mode.divides:
+            y = _by_operator(u, step, A, B, C, None, None, False)
+        else:
+            y = kernel(u, step, A, B, C, None, z=None, **options)
         out = y[..., first:-states]
         out = out if D is None else out + u[..., first:-states] * D[:, None]
         return out.to(dtype), y[..., -states:]
