@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,12 +16,15 @@ from ..attr.call.inputs import BatchPart, as_tuple, single_input
 from ..attr.call.targets import Against, contrasted, require_real_target, target_index
 from ..attr.engine.alone import require_alone
 from ..attr.engine.fold import verify_layer
-from ..attr.engine.linear_method import coefficients
+from ..attr.engine.linear_method import as_memory_allows, coefficients
 from ..attr.engine.method import Explainer
 from ..attr.engine.run import Question, Request, traced
 from ..errors import OptionError
 from ..linear import FAMILY
-from ..tracing import find_mixers, find_model, graphs_dropped, repaired_scans
+from ..linear.blocks import checkpointed
+from ..mixers.base import LinearMixer
+from ..tracing import Graph, Layer, Trace, find_mixers, find_model, graphs_dropped, repaired_scans
+from ..tracing.observe import observe
 from .effects import Effects, LayerEffects
 from .pairs import Edges
 from .readers import NormCalls, Readers
@@ -45,6 +49,10 @@ class EdgeEffects(Explainer):
         exact_norms: whether the norms that read a layer's output are recomputed without each
             message, and not approximated to first order. Default: None, True unless ``rule`` is
             passed.
+        recompute: keep neither the autograd graph of the model's blocks nor the mixers' operators.
+            Blocks run again in the backward pass, and operators are built again, one at a time,
+            whenever the result is read. Until then the model's weights must not change. Default:
+            None, only after the device's memory was too small without.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
@@ -72,6 +80,7 @@ class EdgeEffects(Explainer):
         *,
         rule: str | None = None,
         exact_norms: bool | None = None,
+        recompute: bool | None = None,
     ) -> None:
         super().__init__(forward_func, model, layers)
         self.rule: Any = None if rule is None else checks.choice("rule", rule, FAMILY)
@@ -84,6 +93,9 @@ class EdgeEffects(Explainer):
                 "message. Leave one of the two out."
             )
         self.exact_norms = exact_norms
+        if recompute is not None:
+            checks.flags(recompute=recompute)
+        self.recompute = recompute
 
     def attribute(
         self,
@@ -123,7 +135,9 @@ class EdgeEffects(Explainer):
         asked = Against(target, contrast)
 
         def explain(request: Request, _: Sequence[Any], cut: BatchPart) -> list[Effects]:
-            return [self._of(replace(request, verify=verify is not False), asked, verify)]
+            request = replace(request, verify=verify is not False)
+            run = functools.partial(self._of, request, asked, verify)
+            return [as_memory_allows(run, self.recompute)]
 
         tensor, _ = single_input(inputs)
         ((found,),) = self._by_parts(tensor, [asked], additional_forward_args, None, explain)
@@ -190,8 +204,11 @@ class EdgeEffects(Explainer):
         each = [one for one in edges for _ in range(batch)]
         return Truth(each, examples, torch.cat(guesses), torch.cat(losses), rounding)
 
-    def _of(self, request: Request, asked: Against, verify: bool | float) -> Effects:
-        """Run the model forward and backward once; return the layers' gradients as Effects."""
+    def _of(self, request: Request, asked: Against, verify: bool | float, again: bool) -> Effects:
+        """Run the model forward and backward once; return the layers' gradients as Effects.
+
+        With ``again`` blocks run again in the backward pass.
+        """
         by_rule, calls = self.rule is not None, None
         mixers = find_mixers(request.model, request.layers)
         with ExitStack() as stack:
@@ -199,29 +216,41 @@ class EdgeEffects(Explainer):
             stack.enter_context(graphs_dropped(request.model))
             stack.enter_context(torch.set_grad_enabled(not by_rule))
             with ExitStack() as listening:
+                if again and not by_rule:
+                    listening.enter_context(checkpointed(request.model, mixers))
                 if self.exact_norms:
                     calls = NormCalls(request.model, mixers, listening)
-                run = traced(replace(request, graph="none" if by_rule else "outputs"))
+                graph: Graph = "none" if by_rule else "outputs"
+                run = traced(replace(request, graph=graph, operators=not again))
             index = target_index(asked.target, run.output)
             require_real_target(index, run.output, run.mask)
             if by_rule:
-                ((number, found),) = coefficients(request, [asked], self.rule)
+                ((number, found),) = coefficients(request, [asked], self.rule, again)
             else:
                 number, _ = contrasted(run.output, asked.target, asked.contrast)
                 question = Question(asked.target, torch.zeros_like(number), number)
                 outputs = [layer.output for layer in run.layers]
                 names = [layer.name for layer in run.layers]
+                if again:  # blocks run once more as they did
+                    observe(request.model, mixers, (), stack, gradients=True, vouched=True)
                 found = replace(run, questions=[question]).gradients(outputs, names)
         layers = []
         norms = [()] * len(found) if calls is None else calls.of_layers(run.layers, found)
         for layer, gradient, read_by in zip(run.layers, found, norms, strict=True):
             verify_layer(layer, verify)
-            linear, gradient = layer.written, layer.in_order(gradient).to(layer.written.values)
+            linear = layer.written
+            gradient = layer.in_order(gradient).to(linear.values)
             readers = Readers(layer, read_by) if read_by else None
-            layers.append(LayerEffects(layer.mixer, linear, gradient, readers))
+            kept = functools.partial(_written, run.record, layer) if again else linear
+            layers.append(LayerEffects(layer.mixer, kept, gradient, readers))
         require_alone(run, verify, [(asked, number.detach())])
         if request.inputs.dim() == 4:
             tokens = layers[0].linear.operator.shape.tokens
         else:
             tokens = request.inputs.shape[1]
         return Effects(tuple(layers), mixers, number.detach(), tokens, run.given)
+
+
+def _written(record: Trace, layer: Layer) -> LinearMixer:
+    """Build a layer's linear mixer again; ``record`` keeps the latest one."""
+    return layer.written

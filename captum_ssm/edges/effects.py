@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -63,37 +63,38 @@ class LayerEffects:
 
     Attributes:
         mixer: the mixer.
-        linear: the mixer's linear form at the run's input.
+        kept: the mixer's linear form, or a function that builds the linear form again.
         gradient: the gradient at the mixer's output, (B, L, E).
         readers: the norms that read the layer's output, for effects with exact norms. Default:
             None, effects to first order.
     """
 
     mixer: Mixer
-    linear: LinearMixer
+    kept: LinearMixer | Callable[[], LinearMixer]
     gradient: Tensor
     readers: Readers | None = None
+
+    @property
+    def linear(self) -> LinearMixer:
+        """The mixer's linear form at the run's input."""
+        return self.kept if isinstance(self.kept, LinearMixer) else self.kept()
 
     @property
     def name(self) -> str:
         """The mixer's qualified name in the model."""
         return self.mixer.name
 
-    @cached_property
+    @property
     def _left(self) -> Tensor:
         """The output's gradient before the mixer's output projection, (B, L, H, P)."""
         before = self.gradient @ projection_of(self.linear).weight.T
         return before.view(self.linear.operator.shape)
 
-    @cached_property
-    def _factors(self) -> list[tuple[Tensor, Operator]]:
-        """Pairs of a factor (B, L, H, P) and a channelwise operator, to compute effects from.
+    def _factors_of(self, left: Tensor) -> list[tuple[Tensor, Operator]]:
+        """Return pairs of a factor (B, L, H, P) and a channelwise operator, for effects.
 
         effect[i, j] sums factor[i] operator[i, j] values[j] over pairs, heads and channels.
         """
-        return self._factors_of(self._left)
-
-    def _factors_of(self, left: Tensor) -> list[tuple[Tensor, Operator]]:
         products = locals_and_cores(self.linear.operator, like=self.linear.values)
         return [(reduce(lambda x, part: part.transpose(x), p, left), core) for p, core in products]
 
@@ -105,6 +106,7 @@ class LayerEffects:
         before[example, index] = self.gradient[example, index] @ weight.T
         return before.view(self.linear.operator.shape)
 
+    @torch.no_grad()
     def rows(self, index: Tensor) -> Tensor:
         """Return the effects (B, Q, L) of all messages to the targets at ``index`` (B, Q)."""
         if self.readers is not None:
@@ -125,24 +127,25 @@ class LayerEffects:
         rows = range(self.linear.operator.shape.tokens)
         return torch.cat([part for _, part in self.strips(rows)], 1)
 
+    @torch.no_grad()
     def strips(self, rows: range) -> Iterator[tuple[range, Tensor]]:
         """Yield chunks of :meth:`matrix`: a range of R targets, and their effects (B, R, L)."""
-        batch, tokens = self.linear.operator.shape[:2]
+        linear, left = self.linear, self._left if self.readers is None else None
+        batch, tokens = linear.operator.shape[:2]
+        factors = [] if left is None else self._factors_of(left)
         for part in slices(rows, _ROWS):
             some = range(part.start, part.stop)
             if self.readers is None:
-                values = self.linear.values
-                yield (
-                    some,
-                    sum_tensors(
-                        core.entries(left, {0: values}, some).full(tokens)
-                        for left, core in self._factors
-                    ),
-                )
+                found = [
+                    core.entries(left, {0: linear.values}, some).full(tokens)
+                    for left, core in factors
+                ]
+                yield some, sum_tensors(found)
             else:
                 index = torch.tensor(some, device=self.gradient.device)
                 yield some, self.readers.rows(index.expand(batch, -1))
 
+    @torch.no_grad()
     def by_source(self) -> Tensor:
         """Return the effects of each source, summed over targets, (B, L)."""
         if self.readers is not None:
@@ -150,6 +153,7 @@ class LayerEffects:
         sent = self.linear.operator.transpose(self._left)
         return (sent * self.linear.values).sum((-1, -2))
 
+    @torch.no_grad()
     def by_target(self) -> Tensor:
         """Return the effects at each target, summed over sources, (B, L)."""
         if self.readers is not None:
@@ -162,6 +166,7 @@ class LayerEffects:
         found = [part.sum(over) for _, part in self.strips(rows)]
         return sum_tensors(found) if over == 1 else torch.cat(found, 1)
 
+    @torch.no_grad()
     def along(self, edges: Edges, size: tuple[int, int], given: Tensor | None) -> Tensor:
         """Return the effect of cutting all messages along ``edges`` together, (B,).
 

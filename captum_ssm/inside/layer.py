@@ -42,6 +42,8 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         model: the module, if it cannot be found in forward_func. Default: None.
         layers: names or modules of the mixers to linearize with their adapters. Default: None, all.
         rule: the rule for calls without ``rule``. Default: None, the default of the class.
+        recompute: as in :class:`~captum_ssm.LatimFlow`. A block with the layer inside, or at its
+            input, keeps its graph. Default: None, only after the device's memory was too small.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
@@ -68,8 +70,9 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         layers: Sequence[Layer] | None = None,
         *,
         rule: Rule | None = None,
+        recompute: bool | None = None,
     ) -> None:
-        super().__init__(forward_func, model, layers, rule=rule)
+        super().__init__(forward_func, model, layers, rule=rule, recompute=recompute)
         self.layer: Any = layer
         for one in self._several():
             self._site(one, at_input=False)  # raise now, not at the first call

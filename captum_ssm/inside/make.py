@@ -14,7 +14,7 @@ from ..attr.call.inputs import BatchPart, single_input
 from ..attr.call.progress import bar
 from ..attr.call.targets import Against, target_index
 from ..attr.engine.baselines import Baselines, out_of_tuple
-from ..attr.engine.linear_method import Rules, linear_run, numbers_of, start_of
+from ..attr.engine.linear_method import Rules, as_memory_allows, linear_run, numbers_of, start_of
 from ..attr.engine.run import Request
 from ..attr.flow import FlowMethod
 from ..errors import InputError, OptionError
@@ -48,6 +48,7 @@ def attribution_graph(
     layers: Sequence[Layer] | None = None,
     show_progress: bool = False,
     verify: bool | float | None = None,
+    recompute: bool | None = None,
 ) -> Graph:
     """Decompose an output, and each node inside the model, into exact contributions of other nodes.
 
@@ -73,6 +74,9 @@ def attribution_graph(
         model: the module, if it cannot be found in forward_func. Default: None.
         layers: names or modules of the mixers to linearize with their adapters. Default: None, all.
         show_progress: show a progress bar over the nodes. Default: False.
+        recompute: as in :class:`~captum_ssm.LatimFlow`, for each node. A block with one of the
+            layers inside keeps its graph. Default: None, only after the device's memory was too
+            small.
 
     Returns:
         The :class:`Graph`.
@@ -106,7 +110,7 @@ def attribution_graph(
         raise InputError(
             f"inputs has {len(tensor)} examples; a graph needs one. Pass inputs[i : i + 1]."
         )
-    maker = _Maker(forward_func, model, layers)
+    maker = _Maker(forward_func, model, layers, recompute=recompute)
     asked = Against(target, contrast)
     start = out_of_tuple(baselines)
     rules = maker.rules(rule, verify)
@@ -184,11 +188,17 @@ class _Maker(FlowMethod):
 
         def explain(request: Request, questions: Sequence[Against], _: BatchPart) -> list[Parts]:
             request = replace(request, cuts=tuple(taken))
-            with linear_run(request, questions, rules) as (network, output, kept):
-                (number,) = numbers_of(network, output, kept, questions)
-                index = target_index(asked.target, output if kept is None else kept.whole(output))
-                parts = Parts(network, taken, *number, start_of(network, rules, baselines), index)
-                return [parts.followed(top)]
+
+            def run(again: bool) -> Parts:
+                chosen = replace(rules, recompute=again)
+                with linear_run(request, questions, chosen) as (network, output, kept):
+                    (number,) = numbers_of(network, output, kept, questions)
+                    whole = output if kept is None else kept.whole(output)
+                    index = target_index(asked.target, whole)
+                    start = start_of(network, rules, baselines)
+                    return Parts(network, taken, *number, start, index).followed(top)
+
+            return [as_memory_allows(run, rules.recompute)]
 
         ((parts,),) = self._by_parts(inputs, [asked], additional_forward_args, None, explain)
         return parts

@@ -41,6 +41,8 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         model: the module, if it cannot be found in forward_func. Default: None.
         layers: names or modules of the mixers to linearize with their adapters. Default: None, all.
         rule: the rule for calls without ``rule``. Default: None, the default of the class.
+        recompute: as in :class:`~captum_ssm.LatimFlow`. A block with the layer inside, or at its
+            input, keeps its graph. Default: None, only after the device's memory was too small.
 
     Raises:
         ModelNotFoundError: when forward_func leads to no module and ``model`` is not given.
@@ -66,8 +68,9 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         layers: Sequence[Layer] | None = None,
         *,
         rule: Rule | None = None,
+        recompute: bool | None = None,
     ) -> None:
-        super().__init__(forward_func, model, layers, rule=rule)
+        super().__init__(forward_func, model, layers, rule=rule, recompute=recompute)
         self.layer: Any = layer
         find_site(find_model(forward_func, model), layer, layers)  # raise now
 

@@ -153,9 +153,7 @@ class Parts:
             earlier = [leaf for leaf in leaves[:place] if leaf is not None]
             if not earlier:
                 continue
-            more = torch.autograd.grad(
-                value, earlier, through.view_as(value), retain_graph=True, allow_unused=True
-            )
+            more = self.network.mode.gradients(value, earlier, through.view_as(value))
             for before, gradient_there in zip(self.sites[:place], more, strict=True):
                 if gradient_there is not None:
                     total[before] = total[before] + gradient_there

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from ..errors import NotLinearError, OptionError
+from ..errors import CaptumSSMError, GradientModeError, NotLinearError, OptionError
 from ..operators.kernels.arithmetic import unseen
 from ..tracing import Mixer
 from ..tracing.changes import instead, of_this_thread
@@ -39,11 +40,18 @@ def outside(number: int) -> Place:
     return number, math.inf
 
 
-def lists_of_blocks(model: nn.Module, mixers: Sequence[Mixer]) -> dict[nn.Module, str]:
+def lists_of_blocks(
+    model: nn.Module, mixers: Sequence[Mixer], needed: Collection[nn.Module] = ()
+) -> dict[nn.Module, str]:
     """Return all modules, with names, in the innermost module lists that contain mixers' blocks.
 
+    Args:
+        model: the model.
+        mixers: the mixers.
+        needed: modules that are left out, because their graphs are needed. Default: none.
+
     Raises:
-        OptionError: if no module list contains such a block.
+        OptionError: if no module list contains such a block, or all blocks are left out.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[nn.Module, str] = {}
@@ -59,7 +67,13 @@ def lists_of_blocks(model: nn.Module, mixers: Sequence[Mixer]) -> dict[nn.Module
             f"recompute=True runs blocks twice, but no nn.ModuleList of {type(model).__name__} "
             "contains blocks with mixers. Leave recompute out."
         )
-    return found
+    left = {block: name for block, name in found.items() if block not in needed}
+    if not left:
+        raise OptionError(
+            "recompute=True keeps no graph inside blocks, but each block contains one of the "
+            "layers, so each graph is needed. Pass blocks as layers, or leave recompute out."
+        )
+    return left
 
 
 @contextmanager
@@ -69,6 +83,34 @@ def in_place_of(blocks: Iterable[nn.Module], run: Callable[..., Any]) -> Iterato
         for block in blocks:
             forward = functools.partial(run, block, of_this_thread(block, "forward"))
             stack.enter_context(instead(block, "forward", forward))
+        yield
+
+
+@contextmanager
+def checkpointed(model: nn.Module, mixers: Sequence[Mixer]) -> Iterator[None]:
+    """Keep no graph of the model's own blocks; torch runs each block again in a backward pass.
+
+    Take gradients in a second :func:`~captum_ssm.tracing.observe`, without watchers.
+
+    Raises:
+        OptionError: as :func:`lists_of_blocks` does.
+    """
+
+    def run(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        live = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
+        if not (live and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        call = _BlockCall(names[block], block, forward, args, kwargs, live)
+
+        def unchanged(*args: Any, **kwargs: Any) -> Any:
+            call.check_unchanged(GradientModeError)
+            return forward(*args, **kwargs)
+
+        alone = functools.partial(unchanged, **kwargs)
+        return checkpoint(alone, *args, use_reentrant=False, preserve_rng_state=False)
+
+    names = lists_of_blocks(model, mixers)
+    with in_place_of(names, run):
         yield
 
 
@@ -136,7 +178,6 @@ class Blocks:
         if self.again or self.passing is not None or not live:
             return forward(*args, **kwargs)
         call = _BlockCall(self._names[block], block, forward, args, kwargs, list(live.values()))
-        versions = [x._version for x in call.entering]
         self.passing = call.entering
         try:
             with torch.no_grad(), ExitStack() as stack:
@@ -145,11 +186,7 @@ class Blocks:
                 returned = forward(*args, **kwargs)
         finally:
             self.passing = None
-        if versions != [x._version for x in call.entering]:
-            raise NotLinearError(
-                f"Module {call.name!r} changes its input in place, so recompute=True cannot run "
-                "the module again in a backward pass. Leave recompute out."
-            )
+        call.check_unchanged()
         given = {id(x) for x in tensors_in((args, kwargs))}
         new = {id(x): x for x in tensors_in(returned) if x.is_floating_point()}
         left = [x for key, x in new.items() if key not in given]
@@ -158,6 +195,10 @@ class Blocks:
         with unseen():
             anew = _Returned.apply(call, left, call.anchor)  # type: ignore[no-untyped-call]
         return swapped(returned, dict(zip(map(id, left), anew, strict=True)))
+
+    def waits_for(self, module: nn.Module) -> bool:
+        """Return True if a module now runs, or is about to run, in a block that runs again."""
+        return not self.again and (self.passing is not None or module in self._names)
 
     @contextmanager
     def reading(self, read: Read) -> Iterator[None]:
@@ -214,8 +255,9 @@ class Blocks:
         """
         call, network, mode = self._calls[number], self.network, self.network.mode
         arrived = call.taken()
-        if all(gradient is None for gradient in arrived):
+        if self._read is None and all(gradient is None for gradient in arrived):
             return [], []
+        call.check_unchanged()
         leaves, steps = len(mode.ledger.leaves), len(network.steps)
         mode.labels.again(number)
         before, network.verify = network.verify, network.verify if call.is_first else False
@@ -290,6 +332,7 @@ class _BlockCall:
         with unseen():
             self.anchor = torch.zeros((), requires_grad=True)
         self.is_first, self.steps = True, 0
+        self._versions = [x._version for x in entering]
         self._arrived: list[Tensor | None] = []
 
     def arrives(self, gradients: Sequence[Tensor | None]) -> None:
@@ -301,6 +344,14 @@ class _BlockCall:
         """Return the sums of gradients at the block's outputs, and reset the sums."""
         found, self._arrived = self._arrived or [None] * len(self.sizes), []
         return found
+
+    def check_unchanged(self, error: type[CaptumSSMError] = NotLinearError) -> None:
+        """Raise an error if a tensor that entered the block has been changed in place."""
+        if self._versions != [x._version for x in self.entering]:
+            raise error(
+                f"The input of module {self.name!r} is changed in place, so recompute=True cannot "
+                "run the module again in a backward pass. Leave recompute out."
+            )
 
     def check_same(self, returned: Sequence[Tensor], mode: Linearizing) -> None:
         """Raise NotLinearError if a second run of the block cannot take the place of the first.

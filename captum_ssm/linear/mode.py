@@ -438,9 +438,9 @@ class Linearizing(TorchFunctionMode):
         """Return the gradients of ``output`` at tensors of the graph, None if there is none.
 
         Args:
-            output: one scalar for each example (B,).
+            output: one scalar for each example (B,), or a tensor of the graph.
             wanted: the tensors.
-            seed: the gradient at ``output`` (B,). Default: None, 1 for each example.
+            seed: the gradient at ``output``. Default: None, 1 for each entry.
         """
         if self.blocks is not None:
             return self.blocks.gradients(output, wanted, seed)

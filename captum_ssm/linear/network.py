@@ -192,8 +192,9 @@ class Network(Watcher):
         return self.mode.blocks is not None and self.mode.blocks.passing is not None
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
-        passing = self.mode.blocks is not None and not self.mode.blocks.again  # it runs again
-        if passing or not (is_block and self.keeps_steps):
+        blocks = self.mode.blocks
+        waits = blocks is not None and blocks.waits_for(module)  # it runs again later
+        if waits or not (is_block and self.keeps_steps):
             return None
         live = [x for x in (*given[0], *given[1].values()) if self.mode.is_live(x)]
         # several tensors, of which one may be made of another, or one that has entered a block
@@ -445,7 +446,8 @@ def linearized(
         cuts: further activations at which the graph ends and begins anew. Default: none.
         reads: activations that are only read. Default: none.
         recompute: whether blocks run again in backward passes, one at a time, instead of keeping
-            their graph; see :mod:`.blocks`. Default: False.
+            their graph; see :mod:`.blocks`. Blocks with one of ``begins``, ``cuts`` and ``reads``
+            inside keep their graph. Default: False.
         carried: what the run receives and passes on as one chunk of a sequence; see
             :mod:`.carried`. Default: None, the run is of a whole sequence.
 
@@ -483,21 +485,18 @@ def linearized(
         # under_rules has let autograd record the runs
         enter = observe(model, mixers, (network,), stack, gradients=False, vouched=vouched)
         stack.enter_context(entries())
-        if steps and not recompute:
-            for block in {block for mixer in mixers for block in mixer.blocks}:
+        again = lists_of_blocks(model, mixers, sites.around(model)) if recompute else {}
+        if steps:
+            run_again = {module for block in again for module in block.modules()}
+            for block in {block for mixer in mixers for block in mixer.blocks} - run_again:
                 hook = functools.partial(_left, network)
                 stack.enter_context(hooked(block.register_forward_hook, hook))
         sites.watch(stack)
         if recompute:
-            if cut or begins is not None:
-                raise OptionError(
-                    "recompute=True keeps no graph inside blocks, so no layer can be explained "
-                    "there. Leave recompute out."
-                )
             blocks = mode.blocks = Blocks(network, enter)
             # the blocks refer to the network, and hold all that has entered them
             stack.callback(setattr, mode, "blocks", None)
-            stack.enter_context(blocks.watch(lists_of_blocks(model, mixers)))
+            stack.enter_context(blocks.watch(again))
         yield network
 
 

@@ -147,6 +147,13 @@ class Sites:
     cut: dict[Site, bool]
     met: dict[Site, SiteActivation] = field(default_factory=dict)
 
+    def around(self, model: nn.Module) -> set[nn.Module]:
+        """Return the modules with a site inside; a module's own output is outside of it."""
+        at = {site.module for site in self.cut}
+        # the tensors that entered a block are read before those at its input
+        own = {site.module for site in self.cut if site.at != "output"}
+        return own | {m for m in model.modules() if not at.isdisjoint({*m.modules()} - {m})}
+
     def watch(self, stack: ExitStack) -> None:
         """Register hooks on the modules of all sites until ``stack`` closes."""
         for site in self.cut:

@@ -57,6 +57,7 @@ class Trace:
     Attributes:
         layers: one :class:`Layer` for each mixer call, in the order in which they ran.
         checks: whether new operators are checked against their modules.
+        room: the bytes that operators built from now on may take.
         is_of_the_run: whether operators built later must reproduce the mixers' recorded outputs.
 
     Example:
@@ -73,7 +74,7 @@ class Trace:
     def __init__(self, room: int | None = None, check: bool = False) -> None:
         self.layers: list[Layer] = []
         self.is_of_the_run = room is not None
-        self._room = room or 0
+        self.room = room or 0
         self.checks = check
         self._last: tuple[Layer, LinearMixer] | None = None
 
@@ -84,13 +85,13 @@ class Trace:
     def recorded(self, layer: Layer) -> None:
         """Add the layer of a mixer that has just returned; build its operator if memory allows."""
         self.layers.append(layer)
-        if self._room <= 0 and not self.checks:
+        if self.room <= 0 and not self.checks:
             return
         linear = self.read(layer)
         parameters = layer.mixer.module.parameters()
         size = bytes_of(tensors_of(linear), besides=parameters)
-        if size <= self._room:
-            self._room -= size
+        if size <= self.room:
+            self.room -= size
             layer.keep(linear)
 
     def read(self, layer: Layer) -> LinearMixer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CaptumSSMError, InputError, OptionError
-from ...linear import Network, Rule, linearized
+from ...linear import Network, Rule, Step, linearized, outside
 from ...operators.kernels.arithmetic import unseen
 from ...operators.kernels.portions import ran_out_of_memory
 from ..call import checks
@@ -149,30 +149,44 @@ class Rules:
     chunk_tokens: int | None = None
 
 
+def as_memory_allows(run: Callable[[bool], T], recompute: bool | None = None) -> T:
+    """Return ``run(recompute)``; for None, ``run(True)`` if memory is too small for ``run(False)``.
+
+    Raises:
+        RuntimeError: the device's error, if ``run(True)`` is refused.
+    """
+    if recompute is not None:
+        return run(recompute)
+    try:
+        return run(False)
+    except RuntimeError as error:
+        if not ran_out_of_memory(error):
+            raise
+        # without the traceback, which would hold what has filled the memory
+        kind, full = type(error), str(error)
+    warnings.warn(
+        "The device's memory is too small for the whole autograd graph, so blocks run again in "
+        "backward passes. Pass recompute=True to the method to skip the first attempt.",
+        stacklevel=2,
+    )
+    try:
+        return run(True)
+    except CaptumSSMError as refused:
+        raise kind(full) from refused
+
+
 def decompositions(
     request: Request, questions: Sequence[Against], rules: Rules, baselines: Baselines = None
 ) -> list[Decomposition]:
     """Run the linear network once, and decompose each target with one backward pass."""
-    sites = request.begins, request.ends, *request.cuts
     if rules.chunk_tokens is not None and request.inputs.shape[1] > rules.chunk_tokens:
         return in_chunks(request, questions, rules, baselines, rules.chunk_tokens)
-    if rules.recompute is None and not any(sites):
-        try:
-            return decompositions(request, questions, replace(rules, recompute=False), baselines)
-        except RuntimeError as error:
-            if not ran_out_of_memory(error):
-                raise
-            # without the traceback, which would hold what has filled the memory
-            kind, full = type(error), str(error)
-        warnings.warn(
-            "The device's memory is too small for the whole autograd graph, so blocks run again in "
-            "backward passes. Pass recompute=True to the method to skip the first attempt.",
-            stacklevel=2,
+    if rules.recompute is None:
+        return as_memory_allows(
+            lambda again: decompositions(
+                request, questions, replace(rules, recompute=again), baselines
+            )
         )
-        try:
-            return decompositions(request, questions, replace(rules, recompute=True), baselines)
-        except CaptumSSMError as refused:
-            raise kind(full) from refused
     found, alone_run = _decompositions(request, questions, rules, baselines)
     if alone_run is not None:
         alone_run.require([(q, each.output) for q, each in zip(questions, found, strict=True)])
@@ -314,16 +328,17 @@ def start_of(network: Network, rules: Rules, baselines: Baselines) -> list[Tenso
 
 
 def coefficients(
-    request: Request, questions: Sequence[Against], rule: Rule = "half"
+    request: Request, questions: Sequence[Against], rule: Rule = "half", recompute: bool = False
 ) -> list[tuple[Tensor, list[Tensor]]]:
     """Return each target's gradients at the mixers' outputs in the linear network.
 
-    A mixer output's relevance is the output times this gradient.
+    A mixer output's relevance is the output times this gradient. With ``recompute`` blocks run
+    again in backward passes.
 
     Returns:
         For each target the explained value (B,), and one tensor (B, L, E) per mixer call, in order.
     """
-    rules = Rules(rule, constants=True, by_layer=True, verify=False)
+    rules = Rules(rule, constants=True, by_layer=True, verify=False, recompute=recompute)
     with _linear_run(request, rules) as (network, output):
         numbers = [contrasted(output, each.target, each.contrast) for each in questions]
         if not all(number.requires_grad for number, _ in numbers):
@@ -389,11 +404,19 @@ def _gradients(network: Network, number: Tensor, constant: Tensor | None) -> lis
     mode, outputs = network.mode, [step.output for step in network.steps]
     # embeddings that are looked up later count as inputs, too
     roots = [] if mode.root is None else [mode.root, *(x.leaf for x in mode.again)]
-    gradients, biases = account(mode, number, constant, [*roots, *outputs])
+    by_place: dict[Any, Tensor] = {}
+
+    def note(place: Any, step: Step, gradients: Sequence[Tensor | None]) -> None:
+        gradient = gradients[-1]
+        by_place[place] = torch.zeros_like(step.output) if gradient is None else gradient
+
+    with nullcontext() if mode.blocks is None else mode.blocks.reading(note):
+        gradients, biases = account(mode, number, constant, [*roots, *outputs])
+    by_place |= {outside(i): gradients[len(roots) + i] for i in range(len(outputs))}
     parts = [(g * x.detach()).flatten(1).sum(1) for g, x in zip(gradients, roots, strict=False)]
     if parts:
         inputs, output = torch.stack(parts, 1), number.detach()
         found = Decomposition(inputs, (), (), biases, output, torch.zeros_like(output))
         if not sums_up(found, inputs, together=True):
             raise not_linear(number)
-    return gradients[len(roots) :]
+    return [by_place[place] for place in sorted(by_place)]

@@ -81,6 +81,7 @@ class Request:
         verify: whether to check operators against their modules' outputs. Default: True.
         folds: whether each layer must read the previous layer's output. Default: True.
         direct: whether the graph has only direct paths, which bypass later mixers. Default: False.
+        operators: whether operators built during the run are kept. Default: True.
         kept: the positions at which the model's head runs. Default: None, all.
         begins: the activation that is explained in place of the inputs. Default: None.
         cuts: further activations that are detached and start a new graph. Default: none.
@@ -98,6 +99,7 @@ class Request:
     verify: bool = True
     folds: bool = True
     direct: bool = False
+    operators: bool = True
     kept: Kept | None = None
     begins: Site | None = None
     cuts: Sequence[Site] = ()
@@ -303,6 +305,11 @@ class Run:
                         f"A function of the model has no backward pass: {error} Use a method "
                         "without gradients: LatimALTI, LatimNorm, ImplicitAttentionRollout."
                     ) from error
+                if "checkpoint" in str(error):
+                    raise GradientModeError(
+                        "A part of the model cannot run again in a backward pass. Leave recompute "
+                        f"out, and switch off gradient checkpointing. {error}"
+                    ) from error
                 if "inplace" not in str(error):
                     raise
                 raise GradientModeError(
@@ -340,6 +347,7 @@ def traced(request: Request, *, shared: bool = False) -> Run:
                 watchers=() if paths is None else (paths,),
             )
         )
+        record.room *= request.operators
         start = request.inputs if paths is None else paths.mode.begun(request.inputs)
         output = request.output(start)
     require_layers(record, model)

@@ -115,7 +115,8 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        of_v, found = _rule(*ctx.saved_tensors).backward(ctx.saved_tensors[3], grads[0])
+        given = ctx.saved_tensors  # read once, as torch's checkpoints require
+        of_v, found = _rule(*given).backward(given[3], grads[0])
         names = "query", "log_decay", "key", "", "erase", "erase_step"
         return tuple(found[name] if name else of_v for name in names)
 
