@@ -15,11 +15,12 @@ from helpers.rules import frozen_flow
 from helpers.versions import transformers5
 from zoo.mamba import transformers_model
 
-from captum_ssm import LatimFlow, SSMLLMAttribution
+from captum_ssm import EdgeEffects, LatimFlow, LayerLatimFlow, SSMLLMAttribution
 from captum_ssm.explain.estimate import Live
 
 pytestmark = [transformers5, pytest.mark.slow]
 TOKENS, WIDTH, LAYERS = 512, 48, 4
+INNER, TARGET = "backbone.layers.3.mixer", (-1, 3)
 
 
 def sequences(call: Callable[[], object]) -> float:
@@ -73,3 +74,14 @@ def test_blocks_that_run_again_add_their_stream_alone(
         return sequences(lambda: explain(torch.randint(15, (1, TOKENS)), (-1, 3), **options))
 
     assert of(36) - of(24) <= 12 * 1.1
+
+
+@pytest.mark.parametrize(("of", "kept"), [
+    (lambda m, ids: LayerLatimFlow(m, INNER, recompute=True).attribute(ids, TARGET), 1),
+    (lambda m, ids: EdgeEffects(m, recompute=True).attribute(ids, TARGET).rows([-1]), 6),
+    (lambda m, ids: EdgeEffects(m, rule="half", recompute=True).attribute(ids, TARGET).rows([-1]), 4),
+])  # fmt: skip
+def test_inside_a_model_a_block_more_adds_few_streams(of: Any, kept: int) -> None:
+    """Of edges what a mixer is given and returns, gradients, and what norms read."""
+    ids, few, many = torch.randint(15, (1, TOKENS)), model(10), model(16)
+    assert sequences(lambda: of(many, ids)) - sequences(lambda: of(few, ids)) <= 6 * kept * 1.1

@@ -14,10 +14,20 @@ from zoo import architectures, networks
 from zoo.architectures import Case
 from zoo.mamba import transformers_model
 
-from captum_ssm import LatimFlow, MambaLRP, SSMLLMAttribution
+from captum_ssm import (
+    EdgeEffects,
+    Feature,
+    LatimFlow,
+    LayerLatimFlow,
+    MambaLRP,
+    NeuronLatimFlow,
+    SSMLLMAttribution,
+    attribution_graph,
+)
 from captum_ssm.attr.engine.decompose import Decomposition
 from captum_ssm.errors import NotLinearError, OptionError
 from captum_ssm.linear import linearized
+from captum_ssm.linear.blocks import lists_of_blocks
 from captum_ssm.models import load_bundled
 from captum_ssm.tracing import find_mixers
 
@@ -35,10 +45,17 @@ def target_of(case: Case) -> Any:
 
 
 def parts_of(found: Decomposition) -> dict[str, Tensor]:
-    assert found.roles is not None
     layers = {f"stream {i}": x for i, x in enumerate(found.streams)}
     layers |= {f"mixer {i}": x for i, x in enumerate(found.mixers)}
-    return {"inputs": found.inputs, **layers, **found.roles, **found.biases}
+    roles: dict[Any, Tensor] = {**(found.roles or {}), "virtual": found.virtual}
+    return {"inputs": found.inputs, **layers, **roles, **found.biases}
+
+
+def check_same(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float = 1e-5) -> None:
+    size = max(float(x.abs().max()) for x in expected.values())
+    assert found.keys() == expected.keys()
+    for part, value in found.items():
+        assert (value - expected[part]).abs().max() <= limit * size, part
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, networks.NETWORKS))
@@ -52,12 +69,66 @@ def test_it_equals_the_whole_run(name: str, monkeypatch: pytest.MonkeyPatch) -> 
             )
             for again in (False, True)
         )
-        expected, parts = parts_of(whole), parts_of(found)
-        size = max(float(x.abs().max()) for x in expected.values())
-        assert parts.keys() == expected.keys()
-        for part, value in parts.items():
-            assert (value - expected[part]).abs().max() <= 1e-5 * size, (rule, part)
+        check_same(parts_of(found), parts_of(whole))
     assert not any("forward" in vars(module) for module in case.model.modules())
+
+
+INSIDE = ("mamba_ssm", "mamba2", "zamba with attention", "qwen3_next", "falcon_h1", "rwkv7", "vim")
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, INSIDE))
+def test_layers_neurons_and_graphs_equal_the_whole_run(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between blocks, and inside a block, which then keeps its graph."""
+    case = make(name, monkeypatch)
+    model, target, mixers = case.model, target_of(case), find_mixers(case.model)
+    blocks, mixer = list(lists_of_blocks(model, mixers).values()), mixers[1].name
+
+    def of(layer: str, at_input: bool, rule: Any, **options: Any) -> dict[str, Tensor]:
+        given = LayerLatimFlow(model, layer, rule=rule, **options), target
+        neuron = NeuronLatimFlow(model, layer, rule=rule, **options), some
+        return {
+            f"{type(method).__name__} {part}": value
+            for method, asked in (given, neuron)
+            for part, value in parts_of(
+                method.decompose(case.inputs, asked, None, at_input)
+            ).items()
+        }
+
+    def some(x: Any) -> Tensor:
+        number: Tensor = (x[0] if isinstance(x, tuple) else x).flatten(1)[:, 3::7].sum(1)
+        return number
+
+    for layer, at_input in ((blocks[1], 0), (blocks[1], 1), (mixer, 0), (f"{mixer}.heads", 0)):
+        for rule in ("frozen", "balanced"):
+            whole, found = (of(layer, bool(at_input), rule, recompute=x) for x in (False, True))
+            check_same(found, whole)
+    for nodes in (None, [Feature(blocks[0], 2), mixer]):
+        whole, found = (
+            {"": attribution_graph(model, case.inputs[:1], target, nodes=nodes, recompute=x).edges}
+            for x in (False, True)
+        )
+        check_same(found, whole)
+    with pytest.raises(OptionError, match="each block contains one of the layers"):
+        every = [each.name for each in mixers]
+        attribution_graph(model, case.inputs[:1], target, nodes=every, recompute=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"rule": "balanced"}])
+@pytest.mark.parametrize("name", slow_but(QUICK, (*INSIDE, "bamba", "recurrent_gemma")))
+def test_edges_equal_the_whole_run(
+    name: str, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make(name, monkeypatch)
+    whole, found = (
+        EdgeEffects(case.model, recompute=again, **options).attribute(case.inputs, target_of(case))
+        for again in (False, True)
+    )
+    for one, other in zip(found.layers, whole.layers, strict=True):
+        assert one.name == other.name and (one.readers is None) is (other.readers is None)
+        assert relative_error(one.matrix(), other.matrix()) <= (2e-5 if options else 1e-6)
+        assert not one.matrix().requires_grad
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -98,6 +169,14 @@ def test_padding_and_several_targets() -> None:
         for method in (again, whole)
     )
     assert relative_error(found, expected) <= 1e-6 and not found[:, 1, :3].any()
+    for rule in (None, "half"):
+        matrices = [
+            EdgeEffects(forward, model, rule=rule, recompute=recompute)
+            .attribute(ids, targets, mask)
+            .matrix()
+            for recompute in (False, True)
+        ]
+        assert relative_error(*matrices) <= 1e-6 and not matrices[1][1, :, :3].any()
 
 
 def test_answers() -> None:
@@ -156,18 +235,20 @@ def in_place(x: Tensor, y: Tensor) -> Tensor:
 IDS = torch.tensor([[1, 5, 3, 2]])
 
 
-def test_an_output_that_two_later_blocks_read() -> None:
+@pytest.mark.parametrize("reads", [False, True])
+def test_an_output_that_two_later_blocks_read_or_none(reads: bool) -> None:
     model = Model(torch.add, mixers=3)
     first, second, third = model.layers
 
     def forward(ids: Tensor) -> Tensor:
         x = first(model.embed(ids))
-        found: Tensor = third(second(x) + 2 * x)
+        y = second(x)
+        found: Tensor = third(y + 2 * x if reads else x)
         return found.sum(-1)
 
     model.forward = forward  # type: ignore[method-assign]
-    found = [frozen_flow(model, recompute=again).attribute(IDS, -1) for again in (False, True)]
-    assert relative_error(found[1], found[0]) <= 1e-6
+    found = [frozen_flow(model, recompute=again).decompose(IDS, -1) for again in (False, True)]
+    check_same(parts_of(found[1]), parts_of(found[0]), 1e-6)
 
 
 @pytest.mark.parametrize(("after", "complaint"), [
@@ -228,6 +309,19 @@ def test_where_memory_runs_out_blocks_run_again() -> None:
         pytest.raises(torch.cuda.OutOfMemoryError, match="no room"),
     ):
         LatimFlow(model, recompute=False).attribute(ids, **asked)
+
+
+@pytest.mark.parametrize("explain", [
+    lambda model, ids: LayerLatimFlow(model, "backbone.layers.0").attribute(ids, (-1, 3)),
+    lambda model, ids: attribution_graph(model, ids, (-1, 3)).edges,
+    lambda model, ids: EdgeEffects(model).attribute(ids, (-1, 3)).matrix(),
+])  # fmt: skip
+def test_inside_a_model_blocks_run_again_where_memory_runs_out(explain: Any) -> None:
+    model: Any = transformers_model("mamba", num_hidden_layers=2)
+    ids = torch.randint(15, (1, 9))
+    with fill_at_first(model.backbone.norm_f), pytest.warns(UserWarning, match="recompute=True"):
+        found = explain(model, ids)
+    assert relative_error(found, explain(model, ids)) <= 1e-6
 
 
 def test_where_blocks_cannot_run_again_the_full_memory_is_said() -> None:
