@@ -219,6 +219,8 @@ class Blocks:
             wanted: tensors of the graph outside blocks.
             seed: the gradient at ``outputs``. Default: None, 1.
         """
+        if self._read is not None:
+            self._require_apart()
         total: list[Tensor | None] = [None] * len(wanted)
         behind: Sequence[Tensor] = [outputs]
         at_behind: Sequence[Tensor] = [torch.ones_like(outputs) if seed is None else seed]
@@ -245,6 +247,27 @@ class Blocks:
             sooner = {id(x) for each in earlier[:-1] for x in each.entering if self._read}
             later, entered = ({k: g for k, g in x.items() if k in sooner} for x in (later, entered))
         return total
+
+    def _require_apart(self) -> None:
+        """Raise if a tensor enters blocks of both kinds in an order that is not followed.
+
+        A block that runs again may only precede a block that keeps its graph, and only if no other
+        tensor enters the former; :meth:`gradients` then finds all paths from the tensor.
+        """
+        for number, step in enumerate(self.network.steps):
+            unknown = {
+                id(x)
+                for call in self._calls
+                for x in call.entering
+                if call.steps > number or len(call.entering) > 1
+            }
+            for x, name in zip(step.entering, step.again, strict=True):
+                if (id(x) if name is None else name) in unknown:
+                    raise OptionError(
+                        f"A tensor enters the block of {step.name!r}, which keeps its graph, and "
+                        "other blocks, so recompute=True cannot separate the streams of blocks. "
+                        "Call attribute(), pass a block as the layer, or leave recompute out."
+                    )
 
     def _again(self, number: int, later: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Run a block again; return the tensors that entered the block, and their gradients.

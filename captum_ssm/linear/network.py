@@ -485,10 +485,8 @@ def linearized(
         # under_rules has let autograd record the runs
         enter = observe(model, mixers, (network,), stack, gradients=False, vouched=vouched)
         stack.enter_context(entries())
-        again = lists_of_blocks(model, mixers, sites.around(model)) if recompute else {}
         if steps:
-            run_again = {module for block in again for module in block.modules()}
-            for block in {block for mixer in mixers for block in mixer.blocks} - run_again:
+            for block in {block for mixer in mixers for block in mixer.blocks}:
                 hook = functools.partial(_left, network)
                 stack.enter_context(hooked(block.register_forward_hook, hook))
         sites.watch(stack)
@@ -496,6 +494,7 @@ def linearized(
             blocks = mode.blocks = Blocks(network, enter)
             # the blocks refer to the network, and hold all that has entered them
             stack.callback(setattr, mode, "blocks", None)
+            again = lists_of_blocks(model, mixers, sites.around(model))
             stack.enter_context(blocks.watch(again))
         yield network
 

@@ -59,17 +59,6 @@ def test_relevance_is_that_of_the_matrices_behind_a_block(network: Any, rule: An
                     assert close(found[1][place - 1][example], behind * stream, EXACT)
 
 
-@METHODS
-def test_at_the_embedding_it_is_that_of_the_input(method: Any) -> None:
-    model, ids = mamba_lm(use_bias=True), token_ids()
-    found, delta = method(model, "backbone.embeddings").attribute(
-        ids, TARGET, return_convergence_delta=True
-    )
-    whole = LatimFlow(model).decompose(ids, TARGET, rule=method.default_rule)
-    assert close(found, whole.inputs)
-    assert delta.abs().max() <= 1e-5 * whole.inputs.abs().sum()
-
-
 def test_what_passes_a_mixer_by_is_the_stream_before_it() -> None:
     model, ids = mamba_lm(use_bias=True), token_ids()
     found = frozen_layer(model, f"{BLOCK}.mixer").decompose(ids, TARGET)

@@ -127,13 +127,6 @@ def test_images() -> None:
     assert patch[:, 1, 3].all() and not patch[:, elsewhere].any()
 
 
-def test_the_head_is_what_the_whole_method_explains() -> None:
-    model, ids = mamba_lm(use_bias=True), token_ids()
-    for layer in ("lm_head", model.lm_head):
-        found = NeuronLatimFlow(model, layer).attribute(ids, (4, 3))
-        assert close(found, LatimFlow(model).attribute(ids, (4, 3)))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["frozen", "half", "centered", "balanced"])
 def test_rules_and_baselines(rule: Any) -> None:

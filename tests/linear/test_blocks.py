@@ -73,61 +73,65 @@ def test_it_equals_the_whole_run(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert not any("forward" in vars(module) for module in case.model.modules())
 
 
-INSIDE = ("mamba_ssm", "mamba2", "zamba with attention", "qwen3_next", "falcon_h1", "rwkv7", "vim")
+INSIDE = ("mamba_ssm", "mamba2", "bamba", "qwen3_next", "falcon_h1", "rwkv7", "vim")
+SHARED = "zamba with attention"
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, INSIDE))
-def test_layers_neurons_and_graphs_equal_the_whole_run(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_neurons_and_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between blocks, and inside a block, which then keeps its graph."""
     case = make(name, monkeypatch)
     model, target, mixers = case.model, target_of(case), find_mixers(case.model)
-    blocks, mixer = list(lists_of_blocks(model, mixers).values()), mixers[1].name
-
-    def of(layer: str, at_input: bool, rule: Any, **options: Any) -> dict[str, Tensor]:
-        given = LayerLatimFlow(model, layer, rule=rule, **options), target
-        neuron = NeuronLatimFlow(model, layer, rule=rule, **options), some
-        return {
-            f"{type(method).__name__} {part}": value
-            for method, asked in (given, neuron)
-            for part, value in parts_of(
-                method.decompose(case.inputs, asked, None, at_input)
-            ).items()
-        }
-
-    def some(x: Any) -> Tensor:
-        number: Tensor = (x[0] if isinstance(x, tuple) else x).flatten(1)[:, 3::7].sum(1)
-        return number
-
-    for layer, at_input in ((blocks[1], 0), (blocks[1], 1), (mixer, 0), (f"{mixer}.heads", 0)):
-        for rule in ("frozen", "balanced"):
-            whole, found = (of(layer, bool(at_input), rule, recompute=x) for x in (False, True))
-            check_same(found, whole)
-    for nodes in (None, [Feature(blocks[0], 2), mixer]):
-        whole, found = (
-            {"": attribution_graph(model, case.inputs[:1], target, nodes=nodes, recompute=x).edges}
-            for x in (False, True)
-        )
-        check_same(found, whole)
+    block, mixer = list(lists_of_blocks(model, mixers).values())[1], mixers[1].name
+    for layer, at_input in ((block, False), (block, True), (mixer, False), (f"{mixer}.heads", 0)):
+        for kind, asked in ((LayerLatimFlow, target), (NeuronLatimFlow, some_of)):
+            whole, found = (
+                kind(model, layer, recompute=again).decompose(
+                    case.inputs, asked, None, bool(at_input)
+                )
+                for again in (False, True)
+            )
+            check_same(parts_of(found), parts_of(whole))
+    for nodes in (None, [Feature(block, 2), mixers[0].name]):
+        graphs = [
+            attribution_graph(model, case.inputs[:1], target, nodes=nodes, recompute=again)
+            for again in (False, True)
+        ]
+        assert relative_error(graphs[1].edges, graphs[0].edges) <= 1e-5
     with pytest.raises(OptionError, match="each block contains one of the layers"):
-        every = [each.name for each in mixers]
-        attribution_graph(model, case.inputs[:1], target, nodes=every, recompute=True)
+        nodes = [each.name for each in mixers]
+        attribution_graph(model, case.inputs[:1], target, nodes=nodes, recompute=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"rule": "balanced"}])
-@pytest.mark.parametrize("name", slow_but(QUICK, (*INSIDE, "bamba", "recurrent_gemma")))
-def test_edges_equal_the_whole_run(
-    name: str, options: Any, monkeypatch: pytest.MonkeyPatch
+def some_of(x: Any) -> Tensor:
+    number: Tensor = (x[0] if isinstance(x, tuple) else x).flatten(1)[:, 3::7].sum(1)
+    return number
+
+
+def test_a_layer_in_a_block_whose_input_enters_other_blocks(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    case = make(SHARED, monkeypatch)
+    layer = find_mixers(case.model)[1].name
+    for kind, asked in ((LayerLatimFlow, (-1, 3)), (NeuronLatimFlow, some_of)):
+        whole, found = (kind(case.model, layer, recompute=again) for again in (False, True))
+        expected = whole.attribute(case.inputs, asked)
+        assert relative_error(found.attribute(case.inputs, asked), expected) <= 1e-5
+    with pytest.raises(OptionError, match="cannot separate the streams"):
+        found.decompose(case.inputs, asked)
+
+
+@pytest.mark.parametrize("rule", [None, "balanced"])
+@pytest.mark.parametrize("name", slow_but(QUICK, (*INSIDE, SHARED, "recurrent_gemma")))
+def test_edges(name: str, rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(name, monkeypatch)
     whole, found = (
-        EdgeEffects(case.model, recompute=again, **options).attribute(case.inputs, target_of(case))
+        EdgeEffects(case.model, rule=rule, recompute=again).attribute(case.inputs, target_of(case))
         for again in (False, True)
     )
+    assert found.first_order == whole.first_order
     for one, other in zip(found.layers, whole.layers, strict=True):
-        assert one.name == other.name and (one.readers is None) is (other.readers is None)
-        assert relative_error(one.matrix(), other.matrix()) <= (2e-5 if options else 1e-6)
+        assert relative_error(one.matrix(), other.matrix()) <= (2e-5 if rule else 1e-6)
         assert not one.matrix().requires_grad
 
 
@@ -170,13 +174,9 @@ def test_padding_and_several_targets() -> None:
     )
     assert relative_error(found, expected) <= 1e-6 and not found[:, 1, :3].any()
     for rule in (None, "half"):
-        matrices = [
-            EdgeEffects(forward, model, rule=rule, recompute=recompute)
-            .attribute(ids, targets, mask)
-            .matrix()
-            for recompute in (False, True)
-        ]
-        assert relative_error(*matrices) <= 1e-6 and not matrices[1][1, :, :3].any()
+        edges = (EdgeEffects(forward, model, rule=rule, recompute=x) for x in (True, False))
+        found, expected = (each.attribute(ids, targets, mask).matrix() for each in edges)
+        assert relative_error(found, expected) <= 1e-6 and not found[1, :, :3].any()
 
 
 def test_answers() -> None:
@@ -297,31 +297,20 @@ def fill_at_first(module: nn.Module) -> Any:
 
 
 @pytest.mark.filterwarnings("error")
-def test_where_memory_runs_out_blocks_run_again() -> None:
-    model: Any = transformers_model("mamba", num_hidden_layers=2).double()
-    ids, asked = torch.randint(15, (2, 9)), {"target": (-1, 3)}
-    with fill_at_first(model.backbone.norm_f), pytest.warns(UserWarning, match="recompute=True"):
-        found = LatimFlow(model).decompose(ids, **asked)
-    again = LatimFlow(model, recompute=True).decompose(ids, **asked)
-    assert all(torch.equal(x, parts_of(again)[name]) for name, x in parts_of(found).items())
-    with (
-        fill_at_first(model.backbone.norm_f),
-        pytest.raises(torch.cuda.OutOfMemoryError, match="no room"),
-    ):
-        LatimFlow(model, recompute=False).attribute(ids, **asked)
-
-
 @pytest.mark.parametrize("explain", [
-    lambda model, ids: LayerLatimFlow(model, "backbone.layers.0").attribute(ids, (-1, 3)),
-    lambda model, ids: attribution_graph(model, ids, (-1, 3)).edges,
-    lambda model, ids: EdgeEffects(model).attribute(ids, (-1, 3)).matrix(),
+    lambda given, **more: LatimFlow(given[0], **more).attribute(*given[1:]),
+    lambda given, **more: LayerLatimFlow(given[0], "backbone.norm_f", **more).attribute(*given[1:]),
+    lambda given, **more: attribution_graph(*given, **more).edges,
+    lambda given, **more: EdgeEffects(given[0], **more).attribute(*given[1:]).matrix(),
 ])  # fmt: skip
-def test_inside_a_model_blocks_run_again_where_memory_runs_out(explain: Any) -> None:
-    model: Any = transformers_model("mamba", num_hidden_layers=2)
-    ids = torch.randint(15, (1, 9))
-    with fill_at_first(model.backbone.norm_f), pytest.warns(UserWarning, match="recompute=True"):
-        found = explain(model, ids)
-    assert relative_error(found, explain(model, ids)) <= 1e-6
+def test_where_memory_runs_out_blocks_run_again(explain: Any) -> None:
+    model: Any = transformers_model("mamba", num_hidden_layers=2).double()
+    given, full = (model, torch.randint(15, (1, 9)), (-1, 3)), model.backbone.norm_f
+    with fill_at_first(full), pytest.warns(UserWarning, match="recompute=True"):
+        found = explain(given)
+    assert torch.equal(found, explain(given, recompute=True))
+    with fill_at_first(full), pytest.raises(torch.cuda.OutOfMemoryError, match="no room"):
+        explain(given, recompute=False)
 
 
 def test_where_blocks_cannot_run_again_the_full_memory_is_said() -> None:
