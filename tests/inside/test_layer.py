@@ -18,7 +18,7 @@ from zoo.adapters import ADAPTERS
 from zoo.small import WIDTH, classifier, mamba_lm, token_ids
 from zoo.wrapped import never_rounded
 
-from captum_ssm import LatimFlow, LayerLatimFlow, LayerMambaLRP
+from captum_ssm import LayerLatimFlow, LayerMambaLRP
 from captum_ssm.errors import LayerError, OptionError, TargetError
 
 METHODS = pytest.mark.parametrize("method", [LayerLatimFlow, LayerMambaLRP])

@@ -18,7 +18,7 @@ from zoo.adapters import ADAPTERS
 from zoo.small import WIDTH, images, mamba_lm, token_ids, vision
 from zoo.wrapped import never_rounded
 
-from captum_ssm import LatimFlow, NeuronLatimFlow, NeuronMambaLRP
+from captum_ssm import NeuronLatimFlow, NeuronMambaLRP
 from captum_ssm.errors import GradientModeError, NonFiniteError, NotLinearError, TargetError
 
 BLOCK = "backbone.layers.1"
