@@ -113,7 +113,7 @@ def test_a_layer_whose_input_enters_several_blocks(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("rule", [None, "balanced"])
-@pytest.mark.parametrize("name", slow_but(QUICK, (*INSIDE, "zamba2", "recurrent_gemma")))
+@pytest.mark.parametrize("name", slow_but(QUICK, (*INSIDE, "zamba2", "mamba2_ssm")))
 def test_edges(name: str, rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make(name, monkeypatch)
     methods = (EdgeEffects(case.model, rule=rule, recompute=again) for again in (False, True))
