@@ -4,6 +4,7 @@ from .chance import require_deterministic
 from .find import Mixer, find_mixers, find_model, runnable, unwrap
 from .gradients import graphs_dropped
 from .layer import Layer
+from .quantized import exact_products
 from .record import Graph, Trace, require_layers, require_real_tokens, trace
 from .repair.loops import repaired_scans
 from .weights import weights_blamed
@@ -13,6 +14,7 @@ __all__ = [
     "Layer",
     "Mixer",
     "Trace",
+    "exact_products",
     "find_mixers",
     "find_model",
     "graphs_dropped",

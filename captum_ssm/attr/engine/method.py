@@ -22,6 +22,7 @@ from ...operators.kernels.truths import read_together
 from ...tracing import (
     Graph,
     Layer,
+    exact_products,
     find_mixers,
     find_model,
     graphs_dropped,
@@ -143,14 +144,15 @@ class Explainer:
             )
         model, parts = find_model(self.forward_func, self.model), []
         cuts = list(batch_parts(len(inputs), internal_batch_size))
-        for cut in shown(cuts):
-            # slices of inputs that require gradients must do so, too
-            with torch.inference_mode(False), cut.counting(), weights_blamed(model):
-                own = tuple(map(cut, additional))
-                request = Request(self.forward_func, model, self.layers, cut(inputs), own)
-                request = replace(request, others=others, streams=self.needs_streams)
-                asked = list(map(cut.target, targets))
-                parts.append(read_together(functools.partial(explain, request, asked, cut)))
+        with exact_products(model):
+            for cut in shown(cuts):
+                # slices of inputs that require gradients must do so, too
+                with torch.inference_mode(False), cut.counting(), weights_blamed(model):
+                    own = tuple(map(cut, additional))
+                    request = Request(self.forward_func, model, self.layers, cut(inputs), own)
+                    request = replace(request, others=others, streams=self.needs_streams)
+                    asked = list(map(cut.target, targets))
+                    parts.append(read_together(functools.partial(explain, request, asked, cut)))
         return list(zip(*parts, strict=True))
 
     @contextmanager
@@ -169,6 +171,7 @@ class Explainer:
         )
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
             stack.enter_context(weights_blamed(model))
+            stack.enter_context(exact_products(model))
             run = run_of(request)
             for device in {layer.output.device for layer in run.layers}:
                 stack.enter_context(full_precision(device))

@@ -1,0 +1,190 @@
+"""Replace quantized layers by their affine maps while a model is explained.
+
+The kernel of a quantized layer may have no derivative, or a wrong one if it rounds its input, and
+its rounding may depend on other tokens. During a call each such layer therefore computes W x + b
+from its weight W in floating point: the weight's ``dequantize()`` if its class has one, else the
+kernel's results for unit vectors. The format of the weight need not be known.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import wrap_torch_function
+
+from ..errors import NotLinearError
+from .changes import instead, of_this_thread
+from .record import free_memory
+
+#: Largest difference, relative to the largest output, between a kernel and its affine map, and the
+#: difference from which users are told. Rounding to bfloat16 is below.
+_REFUSED, _TOLD = 0.1, 5e-3
+#: Share of a device's free memory for weights in floating point, and unit vectors per kernel call.
+_SHARE, _ROWS = 4, 1024
+#: Length of the unit vectors if a bias is added, whose rounding is small in comparison.
+_LONG = 2.0**10
+
+
+@contextmanager
+def exact_products(model: nn.Module) -> Iterator[None]:
+    """Let quantized layers compute W x + b in floating point, in the calling thread.
+
+    A layer is quantized if it has weights of 8 bits or less, packed integers or a tensor class of
+    its own, and maps each vector of one sequence to a vector. Weights in floating point are kept
+    as long as they need at most a quarter of the free memory, and else computed for each product.
+
+    Args:
+        model: the model that runs inside the ``with``.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        NotLinearError: on the first run of a layer that differs from W x + b by more than 10 %.
+
+    Example:
+        >>> from torch import nn
+        >>> from captum_ssm.tracing import exact_products
+        >>> with exact_products(nn.Linear(2, 2)):  # not quantized, and so unchanged
+        ...     pass
+    """
+    kept: dict[torch.device, int] = {}
+    layers = [
+        Affine(name, module, kept)
+        for name, module in model.named_modules()
+        if _is_quantized(module) and not isinstance(of_this_thread(module, "forward"), Affine)
+    ]
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(instead(layer.module, "forward", layer))
+        yield
+    worst = max(layers, key=lambda layer: layer.error, default=None)
+    if worst is not None and worst.error > _TOLD:
+        warnings.warn(
+            f"Quantized layers round their inputs. Layer {worst.name!r} differs from its weights "
+            f"times its inputs by up to {worst.error:.1%} of its largest output. The explanation "
+            "is of the model without this rounding, and leaves this share out. Dequantize the "
+            "model to explain exactly what runs.",
+            stacklevel=5,
+        )
+
+
+class Affine:
+    """The affine map of a quantized layer, called in place of the layer's ``forward``.
+
+    Attributes:
+        name: the layer's name.
+        module: the layer.
+        bias: the vector b (N,), once known; None for 0.
+        error: the largest difference from the kernel in the first run, relative to the largest
+            output of the kernel.
+
+    Args:
+        name, module: as above.
+        kept: the free bytes for weights by device, common to all layers.
+    """
+
+    def __init__(self, name: str, module: nn.Module, kept: dict[torch.device, int]) -> None:
+        self.name, self.module = name, module
+        self.bias: Tensor | None = None
+        self.error = -1.0
+        self._kernel, self._room = of_this_thread(module, "forward"), kept
+        self._weight: Tensor | None = None
+        #: An input (1, ..., K) of the form that the kernel accepts.
+        self._like = torch.empty(0)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel() or x.dim() < 2:
+            return self._kernel(*args, **kwargs)
+        out: Tensor = quantized_product(x, self)
+        return out if self.bias is None else out + self.bias.to(out)
+
+    @torch.no_grad()
+    def weight(self) -> Tensor:
+        """Return the weight W (N, K) in the precision of the kernel's output."""
+        if self._weight is not None:
+            return self._weight
+        offered = self.module._parameters.get("weight")
+        if offered is not None and type(offered).dequantize is not Tensor.dequantize:
+            weight, self.bias = offered.dequantize(), self.module._parameters.get("bias")
+        else:
+            weight = self._measured()
+        room, needed = self._room, weight.numel() * weight.itemsize
+        room.setdefault(weight.device, free_memory(weight.device) // _SHARE)
+        if needed <= room[weight.device]:
+            room[weight.device] -= needed
+            self._weight = weight
+        return weight
+
+    def _measured(self) -> Tensor:
+        """Return the weight W (N, K) that the kernel uses for unit vectors, and find the bias."""
+        shift, size = self._kernel(self._like), self._like.shape[-1]
+        self.bias = shift.flatten() if bool(shift.any()) else None
+        length = 1.0 if self.bias is None else _LONG
+        rows = []
+        for start in range(0, size, _ROWS):
+            count = min(_ROWS, size - start)
+            units = self._like.new_zeros(count, size)
+            units[range(count), range(start, start + count)] = length
+            found = self._kernel(units.view(*self._like.shape[:-2], count, size)) - shift
+            rows.append(found.view(count, -1) / length)
+        return torch.cat(rows).T
+
+    @torch.no_grad()
+    def check(self, x: Tensor) -> None:
+        """Compare the map with the kernel on the first input (..., K) of a run."""
+        if self.error >= 0:
+            return
+        self._like = torch.zeros_like(x.detach()[(slice(0, 1),) * (x.dim() - 1)])
+        y = self._kernel(x.detach())
+        line = F.linear(x.detach(), self.weight().to(x))
+        line = line if self.bias is None else line + self.bias.to(x)
+        self.error = float((y - line).abs().max() / y.abs().max().clamp_min(1e-30))
+        if not self.error <= _REFUSED:
+            raise NotLinearError(
+                f"Layer {self.name!r}, a quantized {type(self.module).__name__}, differs from its "
+                f"weights times its inputs by {self.error:.0%} of its largest output, because it "
+                "rounds its inputs too much or is not linear. Dequantize this layer, or load the "
+                "model without quantization."
+            )
+
+
+@wrap_torch_function(lambda x, layer: (x,))
+def quantized_product(x: Tensor, layer: Affine) -> Tensor:
+    """Return W x (..., N) for vectors ``x`` (..., K); torch's function modes see this call."""
+    layer.check(x)
+    out: Tensor = _Product.apply(x, layer)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Product(torch.autograd.Function):
+    """Autograd function: values (..., K) times a layer's weight, which the graph does not keep."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Affine) -> Tensor:
+        ctx.layer = layer
+        return F.linear(x, layer.weight().to(x))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] @ ctx.layer.weight().to(grads[0]), None
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    """Return True if a module without parts has weights of few bits or of a custom class."""
+    own = (*module._parameters.values(), *module._buffers.values())
+    return not module._modules and any(x is not None and x.dim() > 1 and _is_coded(x) for x in own)
+
+
+def _is_coded(x: Tensor) -> bool:
+    if type(x) not in (Tensor, nn.Parameter):
+        plain = hasattr(x, "placements") or isinstance(x, torch._subclasses.FakeTensor)
+        return not plain
+    return x.dtype == torch.int32 or (x.dtype.itemsize == 1 and x.dtype != torch.bool)
