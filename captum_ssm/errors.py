@@ -144,7 +144,7 @@ class WriteError(CaptumSSMError, OSError):
 
 
 class WeightsError(CaptumSSMError, RuntimeError):
-    """A module's weights are not in memory, or their tensor class lacks a needed operation."""
+    """A module's weights are not in memory."""
 
 
 class CachedStateError(CaptumSSMError, ValueError):

@@ -7,7 +7,6 @@ from .layer import Layer
 from .quantized import exact_products
 from .record import Graph, Trace, require_layers, require_real_tokens, trace
 from .repair.loops import repaired_scans
-from .weights import weights_blamed
 
 __all__ = [
     "Graph",
@@ -25,5 +24,4 @@ __all__ = [
     "runnable",
     "trace",
     "unwrap",
-    "weights_blamed",
 ]

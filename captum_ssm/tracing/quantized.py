@@ -9,7 +9,7 @@ kernel's results for unit vectors. The format of the weight need not be known.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -32,7 +32,7 @@ _LONG = 2.0**10
 
 
 @contextmanager
-def exact_products(model: nn.Module) -> Iterator[None]:
+def exact_products(model: nn.Module, run: Callable[[], Tensor]) -> Iterator[None]:
     """Let quantized layers compute W x + b in floating point, in the calling thread.
 
     A layer is quantized if it has weights of 8 bits or less, packed integers or a tensor class of
@@ -41,17 +41,23 @@ def exact_products(model: nn.Module) -> Iterator[None]:
 
     Args:
         model: the model that runs inside the ``with``.
+        run: a function that runs the model and returns its output. It is called twice at the end
+            if a layer rounds its inputs, to compute the share of the output that is left out.
 
     Yields:
         Nothing.
+
+    Warns:
+        UserWarning: with this share.
 
     Raises:
         NotLinearError: on the first run of a layer that differs from W x + b by more than 10 %.
 
     Example:
-        >>> from torch import nn
+        >>> import torch
         >>> from captum_ssm.tracing import exact_products
-        >>> with exact_products(nn.Linear(2, 2)):  # not quantized, and so unchanged
+        >>> model = torch.nn.Linear(2, 2)
+        >>> with exact_products(model, lambda: model(torch.ones(1, 2))):  # nothing is quantized
         ...     pass
     """
     kept: dict[torch.device, int] = {}
@@ -60,18 +66,21 @@ def exact_products(model: nn.Module) -> Iterator[None]:
         for name, module in model.named_modules()
         if _is_quantized(module) and not isinstance(of_this_thread(module, "forward"), Affine)
     ]
+    exact = None
     with ExitStack() as stack:
         for layer in layers:
             stack.enter_context(instead(layer.module, "forward", layer))
         yield
-    worst = max(layers, key=lambda layer: layer.error, default=None)
-    if worst is not None and worst.error > _TOLD:
+        worst = max(layers, key=lambda layer: layer.error, default=None)
+        if worst is not None and worst.error > _TOLD:
+            exact = run()
+    if worst is not None and exact is not None:
+        missing = (run() - exact).nan_to_num().norm() / exact.nan_to_num(0, 0, 0).norm()
         warnings.warn(
-            f"Quantized layers round their inputs. Layer {worst.name!r} differs from its weights "
-            f"times its inputs by up to {worst.error:.1%} of its largest output. The explanation "
-            "is of the model without this rounding, and leaves this share out. Dequantize the "
-            "model to explain exactly what runs.",
-            stacklevel=5,
+            f"Quantized layers round their inputs, layer {worst.name!r} by {worst.error:.1%} of "
+            "its largest output. The model is explained without this rounding, which changes its "
+            f"output by {float(missing):.1%}. Dequantize the model to explain all of its output.",
+            stacklevel=6,
         )
 
 

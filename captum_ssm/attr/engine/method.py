@@ -27,7 +27,6 @@ from ...tracing import (
     find_model,
     graphs_dropped,
     repaired_scans,
-    weights_blamed,
 )
 from ..call import checks
 from ..call.given import called_by_name, check_model, reads_any
@@ -144,14 +143,18 @@ class Explainer:
             )
         model, parts = find_model(self.forward_func, self.model), []
         cuts = list(batch_parts(len(inputs), internal_batch_size))
-        with exact_products(model):
+
+        def requested(cut: BatchPart) -> Request:
+            # slices of inputs that require gradients must do so, too
+            with torch.inference_mode(False):
+                own = tuple(map(cut, additional))
+                request = Request(self.forward_func, model, self.layers, cut(inputs), own)
+            return replace(request, others=others, streams=self.needs_streams)
+
+        with exact_products(model, lambda: requested(cuts[0]).output_alone):
             for cut in shown(cuts):
-                # slices of inputs that require gradients must do so, too
-                with torch.inference_mode(False), cut.counting(), weights_blamed(model):
-                    own = tuple(map(cut, additional))
-                    request = Request(self.forward_func, model, self.layers, cut(inputs), own)
-                    request = replace(request, others=others, streams=self.needs_streams)
-                    asked = list(map(cut.target, targets))
+                with torch.inference_mode(False), cut.counting():
+                    request, asked = requested(cut), list(map(cut.target, targets))
                     parts.append(read_together(functools.partial(explain, request, asked, cut)))
         return list(zip(*parts, strict=True))
 
@@ -170,8 +173,8 @@ class Explainer:
             request, streams=self.needs_streams, verify=verify is not False, folds=False
         )
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
-            stack.enter_context(weights_blamed(model))
-            stack.enter_context(exact_products(model))
+            alone = functools.partial(replace, request)
+            stack.enter_context(exact_products(model, lambda: alone().output_alone))
             run = run_of(request)
             for device in {layer.output.device for layer in run.layers}:
                 stack.enter_context(full_precision(device))
