@@ -120,16 +120,24 @@ class Affine:
         """Return the weight W (N, K) in the precision of the kernel's output."""
         if self._weight is not None:
             return self._weight
-        offered = self.module._parameters.get("weight")
-        if offered is not None and type(offered).dequantize is not Tensor.dequantize:
-            weight, self.bias = offered.dequantize(), self.module._parameters.get("bias")
-        else:
-            weight = self._measured()
+        weight = self._offered()
+        weight = self._measured() if weight is None else weight
         room, needed = self._room, weight.numel() * weight.itemsize
         room.setdefault(weight.device, free_memory(weight.device) // _SHARE)
         if needed <= room[weight.device]:
             room[weight.device] -= needed
             self._weight = weight
+        return weight
+
+    def _offered(self) -> Tensor | None:
+        """Return the layer's weight as a plain tensor in floating point; None if it has none."""
+        weight: Tensor | None = self.module._parameters.get("weight")
+        if weight is not None and type(weight).dequantize is not Tensor.dequantize:
+            weight = weight.dequantize()
+        plain = type(weight) in (Tensor, nn.Parameter)
+        if weight is None or not plain or weight.is_meta or _is_coded(weight):
+            return None
+        self.bias = self.module._parameters.get("bias")
         return weight
 
     def _measured(self) -> Tensor:
@@ -140,9 +148,9 @@ class Affine:
         rows = []
         for start in range(0, size, _ROWS):
             count = min(_ROWS, size - start)
-            units = self._like.new_zeros(count, size)
-            units[range(count), range(start, start + count)] = length
-            found = self._kernel(units.view(*self._like.shape[:-2], count, size)) - shift
+            units = self._like.new_zeros(*self._like.shape[:-2], count, size)
+            units[..., range(count), range(start, start + count)] = length
+            found = self._kernel(units) - shift
             rows.append(found.view(count, -1) / length)
         return torch.cat(rows).T
 
@@ -189,7 +197,11 @@ class _Product(torch.autograd.Function):
 def _is_quantized(module: nn.Module) -> bool:
     """Return True if a module without parts has weights of few bits or of a custom class."""
     own = (*module._parameters.values(), *module._buffers.values())
-    return not module._modules and any(x is not None and x.dim() > 1 and _is_coded(x) for x in own)
+    coded = any(x is not None and x.dim() > 1 and _is_coded(x) for x in own)
+    # compressed-tensors rounds weights in floating point in each call
+    return not module._modules and (
+        coded or getattr(module, "quantization_scheme", None) is not None
+    )
 
 
 def _is_coded(x: Tensor) -> bool:

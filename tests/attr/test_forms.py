@@ -18,9 +18,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, TextGenerationPipeline
 from zoo.attention import attention_model
-from zoo.small import VOCABULARY, images, mamba_lm, mixers_of, token_ids, vision
+from zoo.small import VOCABULARY, images, mamba_lm, token_ids, vision
 
-from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, LatimNorm, compare
+from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimNorm, compare
 from captum_ssm.errors import (
     InputError,
     ModelNotFoundError,
@@ -28,7 +28,6 @@ from captum_ssm.errors import (
     OptionError,
     TrainingModeError,
     UnsupportedMixerError,
-    WeightsError,
 )
 from captum_ssm.tracing import find_model, require_deterministic
 
@@ -329,77 +328,3 @@ def test_functions_told_to_be_random(kind: str) -> None:
     LatimFlow(told).attribute(token_ids(), (-1, 3))
     with pytest.raises(TrainingModeError, match=r"^forward_func calls torch's \w+"):
         LatimFlow(lambda ids: TOLD[kind](told(ids))).attribute(token_ids(), (-1, 3))
-
-
-# --- weights of a class of their own -------------------------------------------------------------
-
-
-class Int8Weight(Tensor):
-    """A weight held in 8 bits, which knows how to be multiplied with, and no more."""
-
-    trains = True
-
-    @staticmethod
-    def __new__(cls, held: Tensor, scale: Tensor) -> Int8Weight:
-        return Tensor._make_wrapper_subclass(cls, held.shape, dtype=scale.dtype)
-
-    def __init__(self, held: Tensor, scale: Tensor) -> None:
-        self.held, self.scale = held, scale
-
-    @classmethod
-    def of(cls, weight: Tensor) -> nn.Parameter:
-        scale = weight.detach().abs().amax(1) / 127
-        held = (weight.detach() / scale[:, None]).round().to(torch.int8)
-        return nn.Parameter(cls(held, scale), requires_grad=False)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and (cls.trains or not args[0].requires_grad):
-            x, weight, *bias = args
-            return F.linear(x, weight.held.to(x) * weight.scale[:, None], *bias)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].held, args[0].scale)
-        raise NotImplementedError(f"{cls.__name__} dispatch: no implementation of {func}")
-
-
-class Forward(Int8Weight):
-    trains = False
-
-
-def quantised(kind: type[Int8Weight]) -> tuple[nn.Module, nn.Module]:
-    model, plain = mamba_lm(), mamba_lm()
-    plain.load_state_dict(model.state_dict())
-    for mixer, same in zip(mixers_of(model), mixers_of(plain), strict=True):
-        for name in ("in_proj", "out_proj"):
-            weight = kind.of(getattr(mixer, name).weight)
-            getattr(mixer, name).weight = weight
-            getattr(same, name).weight = nn.Parameter(weight.held * weight.scale[:, None])
-    return model, plain
-
-
-@each_method
-def test_weights_that_are_only_multiplied_with(method):
-    model, plain = quantised(Int8Weight)
-    ids = token_ids(2, 5)
-    expected = method(plain).attribute(ids, target=(-1, 3))
-    found = method(model).attribute(ids, target=(-1, 3))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("method", [LatimFlow, LatimLogit, LatimNorm])
-def test_weights_that_lack_operations(method):
-    model, plain = quantised(Forward)
-    ids = token_ids(2, 5)
-    if not method.needs_gradient and method is not LatimLogit:
-        expected = method(plain).attribute(ids, target=(-1, 3))
-        found = method(model).attribute(ids, target=(-1, 3))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-        return
-    said = r"^Layer 'backbone\.layers\.\d\.mixer\.in_proj': its weight is of class Forward"
-    with pytest.raises(WeightsError, match=said + r".*without quantization"):
-        method(model).attribute(ids, target=(-1, 3))
