@@ -25,6 +25,8 @@ from .record import free_memory
 #: Largest difference, relative to the largest output, between a kernel and its affine map, and the
 #: difference from which users are told. Rounding to bfloat16 is below.
 _REFUSED, _TOLD = 0.1, 5e-3
+#: Largest such difference of a kernel in float32 that rounds only its output.
+_EQUAL = 1e-5
 #: Share of a device's free memory for weights in floating point, and unit vectors per kernel call.
 _SHARE, _ROWS = 4, 1024
 #: Length of the unit vectors if a bias is added, whose rounding is small in comparison.
@@ -115,6 +117,14 @@ class Affine:
         out: Tensor = quantized_product(x, self)
         return out if self.bias is None else out + self.bias.to(out)
 
+    def product(self, x: Tensor) -> Tensor:
+        """Return W x: by the kernel if it rounds nothing but its output, for ``x`` (..., K)."""
+        precise = min(_TOLD, max(_EQUAL, torch.finfo(x.dtype).eps))
+        if x.dtype != self._like.dtype or self.error > precise:
+            return F.linear(x, self.weight().to(x))
+        y: Tensor = self._kernel(x)
+        return y if self.bias is None else y - self.bias.to(y)
+
     @torch.no_grad()
     def weight(self) -> Tensor:
         """Return the weight W (N, K) in the precision of the kernel's output."""
@@ -187,7 +197,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Affine) -> Tensor:
         ctx.layer = layer
-        return F.linear(x, layer.weight().to(x))
+        return layer.product(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
