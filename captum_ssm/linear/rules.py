@@ -80,7 +80,6 @@ JOINS = "cat stack index_add scatter_add scatter masked_scatter index_copy index
 #: Products of two or more tensors.
 PRODUCTS = """
     mul matmul mm bmm mv dot einsum outer tensordot inner vdot chain_matmul multi_dot grouped_mm
-    quantized_product
 """
 
 #: Functions of single entries that are 0 at 0, possibly depending on their options.

@@ -114,7 +114,7 @@ class Affine:
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel() or x.dim() < 2:
             return self._kernel(*args, **kwargs)
-        out: Tensor = quantized_product(x, self)
+        out: Tensor = mv(x, self)
         return out if self.bias is None else out + self.bias.to(out)
 
     def product(self, x: Tensor) -> Tensor:
@@ -184,8 +184,8 @@ class Affine:
 
 
 @wrap_torch_function(lambda x, layer: (x,))
-def quantized_product(x: Tensor, layer: Affine) -> Tensor:
-    """Return W x (..., N) for vectors ``x`` (..., K); torch's function modes see this call."""
+def mv(x: Tensor, layer: Affine) -> Tensor:
+    """Return W x (..., N) for vectors ``x`` (..., K); function modes see a call of torch's mv."""
     layer.check(x)
     out: Tensor = _Product.apply(x, layer)  # type: ignore[no-untyped-call]
     return out
