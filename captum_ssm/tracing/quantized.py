@@ -187,11 +187,11 @@ class Affine:
 def mv(x: Tensor, layer: Affine) -> Tensor:
     """Return W x (..., N) for vectors ``x`` (..., K); function modes see a call of torch's mv."""
     layer.check(x)
-    out: Tensor = _Product.apply(x, layer)  # type: ignore[no-untyped-call]
+    out: Tensor = _KernelProduct.apply(x, layer)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Product(torch.autograd.Function):
+class _KernelProduct(torch.autograd.Function):
     """Autograd function: values (..., K) times a layer's weight, which the graph does not keep."""
 
     @staticmethod
