@@ -24,7 +24,7 @@ from .record import free_memory
 
 #: Largest difference, relative to the largest output, between a kernel and its affine map, and the
 #: difference from which users are told. Rounding to bfloat16 is below.
-_REFUSED, _TOLD = 0.1, 5e-3
+_REFUSED, _TOLD = 0.1, 8e-3
 #: Largest such difference of a kernel in float32 that rounds only its output.
 _EQUAL = 1e-5
 #: Share of a device's free memory for weights in floating point, and unit vectors per kernel call.
