@@ -353,7 +353,7 @@ class _Border:
         self._frame = copied(cache, lambda x: _put(tensors, x.detach()))
         earlier = [] if before is None else before._parts
         pairs = zip_longest(tensors, earlier if len(earlier) == len(tensors) else [])
-        self._parts: list[_Part] = [_Part.of(*pair) for pair in pairs]
+        self._parts: list[_Prefix] = [_Prefix.of(*pair) for pair in pairs]
 
     def cache(self) -> Any:
         """Return a new cache with the border's tensors."""
@@ -368,7 +368,7 @@ def _put(tensors: list[Tensor], x: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class _Part:
+class _Prefix:
     """The first ``size`` entries along a dimension of a tensor that later borders may replace."""
 
     whole: list[Tensor]
@@ -376,7 +376,7 @@ class _Part:
     size: int | None = None
 
     @classmethod
-    def of(cls, x: Tensor, earlier: _Part | None) -> _Part:
+    def of(cls, x: Tensor, earlier: _Prefix | None) -> _Prefix:
         """Return the part that is all of ``x``; an earlier part that begins ``x`` shares it."""
         if earlier is not None and earlier.tensor.dim() == x.dim() and earlier.tensor.numel():
             was = earlier.tensor
