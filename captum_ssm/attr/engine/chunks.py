@@ -127,7 +127,7 @@ class _Sequence:
         transformers = optional("transformers", "transformers", "chunk_tokens")
         request = self._request
         one, two = (transformers.DynamicCache(config=request.model.config) for _ in range(2))
-        with torch.no_grad():
+        with request.plainly():
             try:
                 given = {self._cache_name: one, "use_cache": True}
                 call_model(request.forward_func, request.inputs[:, :1], (), given)

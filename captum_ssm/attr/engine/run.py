@@ -141,6 +141,12 @@ class Request:
     @functools.cached_property
     def output_alone(self) -> Tensor:
         """The output of forward_func in a plain run without hooks, cached for all methods."""
+        with self.plainly():
+            return self.output(self.inputs)
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Inside the ``with``, run the model without gradients, hooks and changes of caches."""
         # a CPU has no fused kernels, so torch functions replace them in the plain run, too
         on_cpu = self.inputs.device.type == "cpu"
         with ExitStack() as stack:
@@ -148,7 +154,7 @@ class Request:
                 stack.enter_context(context)
             if on_cpu:
                 stack.enter_context(unfused())
-            return self.output(self.inputs)
+            yield
 
     def one_output(self, start: Tensor) -> Tensor:
         """Return the output (1, ...) for an input ``start``, with the first example's arguments."""
