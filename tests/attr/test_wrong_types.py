@@ -33,6 +33,7 @@ MORE: dict[str, tuple[list[Any], list[Any]]] = {
         ("residual", "roles", "features", "simplified"), ([*_FLAG.refused], [True, *_FLAG.same])
     ),
     "recompute": ([x for x in _FLAG.refused if x is not None], [None, True, *_FLAG.same]),
+    "chunk_tokens": (["a", 0, 2, 1.5, True, [8]], [None, 8, np.int64(8)]),
     "heads": ([*_NO_LISTS, [], [HEADS], [0, 0, 1], [0, -HEADS]], [None, *_LISTS]),
     "channels": ([*_NO_LISTS, None, [], [HEADS]], _LISTS),
     "layers": ([*_NO_LISTS, [LAYERS]], [None, *_LISTS]),

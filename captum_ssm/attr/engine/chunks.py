@@ -167,6 +167,8 @@ class _Sequence:
             except CachedStateError as error:
                 raise self._refused("has a mixer that is explained only without a cache") from error
             network.check_ran()
+            if carried.cache is None:  # no module of it has the argument use_cache
+                raise self._refused("does not read the cache that it is given")
             try:
                 with unseen():
                     yield network, carried, output
@@ -426,10 +428,8 @@ def _name_of_cache(request: Request, rules: Rules) -> str:
         reason = "recompute=True does not support a cache"
     elif not rules.constants:
         reason = "zero_bias=True needs operators of whole sequences"
-    known = parameters(type(model).forward)
-    names = [x for x in CACHES if x in known]
-    is_known = names and "use_cache" in known and hasattr(model, "get_output_embeddings")
-    if not reason and not is_known:
+    names = [x for x in CACHES if x in parameters(type(model).forward)]
+    if not reason and not (names and hasattr(model, "get_output_embeddings")):
         reason = f"{type(model).__name__} is no language model of transformers with a cache"
     if reason:
         raise OptionError(f"chunk_tokens cannot be used: {reason}. Leave chunk_tokens out.")
