@@ -83,20 +83,6 @@ class FlowMethod(LinearMethod):
             **more,
         )
 
-    def _by_parts(
-        self,
-        inputs: Tensor,
-        targets: Sequence[Any],
-        additional_forward_args: Any,
-        internal_batch_size: int | None,
-        explain: Callable[[Request, Sequence[Any], BatchPart], Sequence[T]],
-        others: tuple[Tensor, ...] = (),
-    ) -> list[tuple[T, ...]]:
-        if self.chunk_tokens is not None and not others:
-            internal_batch_size = 1
-        given = inputs, targets, additional_forward_args, internal_batch_size
-        return super()._by_parts(*given, explain, others)
-
     def _relevance(
         self,
         inputs: Tensor | tuple[Tensor, ...],

@@ -270,85 +270,81 @@ def _selective_scan(
     **options: Any,
 ) -> Any:
     """Call mamba_ssm's selective_scan_fn or transformers' mamba_selective_scan on u (B, D, L)."""
-    if reading.carried is not None:
-        first = reading.carried.state_of(reading.mixer, reading.scans)
-        reading.scans += 1
-        args = u, delta, A, B, C, D, z, delta_bias, delta_softplus
-        return _scan_from(first, reading, kernel, *args, **options)
-    options |= {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
     on_processor = u.device.type == "cpu" and B.dim() == C.dim() == 3 and not A.is_complex()
 
-    def run(u: Tensor, delta: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    def scan(
+        u: Tensor,
+        delta: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = D,
+        bias: Tensor | None = delta_bias,
+        softplus: bool = delta_softplus,
+    ) -> Tensor:
         if on_processor and not reading.mode.divides:
-            return _by_operator(u, delta, A, B, C, D, delta_bias, delta_softplus)
-        return kernel(u, delta, A, B, C, D, z=None, **options)
+            return _by_operator(u, delta, A, B, C, D, bias, softplus)
+        how = {"delta_bias": bias, "delta_softplus": softplus}
+        return kernel(u, delta, A, B, C, D, z=None, **options, **how)
 
-    y = reading.moved(run, _SCAN, {"u": u, "delta": delta, "B": B, "C": C})
+    def run(
+        u: Tensor, delta: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        dtype, wide = u.dtype, torch.promote_types(u.dtype, torch.float32)
+        u, step, B, C = (x.to(wide) for x in (u, delta, B, C))
+        step = step if delta_bias is None else step + delta_bias[:, None]
+        step = F.softplus(step) if delta_softplus else step
+        alone = functools.partial(scan, D=None, bias=None, softplus=False)
+        out, state = _scanned_from(initial_state, alone, u, step, A, B, C)
+        return (out if D is None else out + u * D[:, None]).to(dtype), state
+
+    roles, factors = dict(_SCAN), {"u": u, "delta": delta, "B": B, "C": C}
+    if reading.carried is None:
+        y = reading.moved(scan, roles, factors)
+        state = _unread(A.expand(len(u), *A.shape)) if return_last_state else None
+    elif A.is_complex() or B.dim() != 3 or C.dim() != 3 or len(A) != u.shape[1]:
+        y, state = reading.give_up(kernel, u, delta, A, B, C), A
+    else:
+        first = reading.carried.state_of(reading.mixer, reading.scans)
+        reading.scans += 1
+        if first is not None:
+            roles["initial_state"], factors["initial_state"] = ("content", 1), first
+        y, state = reading.moved_with_state(run, roles, factors)
     y = y if z is None else y * F.silu(z)
-    return (y, _unread(A.expand(len(u), *A.shape))) if return_last_state else y
+    return y if state is None else (y, state)
 
 
-#: The step of tokens that stand for a first state; a power of 2, by which division is exact.
+#: The step of the tokens that write a first state; a power of 2, by which division is exact.
 _SHORT = 2.0**-10
 
 
-def _scan_from(
+def _scanned_from(
     initial_state: Tensor | None,
-    reading: Reading,
-    kernel: Callable[..., Tensor],
+    scan: Callable[..., Tensor],
     u: Tensor,
-    delta: Tensor,
+    step: Tensor,
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
-    delta_softplus: bool,
-    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Call a selective scan from a first state (B, D, N); return the result and the last state.
 
     The kernels accept no first state. N tokens before the others write it, one column each, and N
     tokens after the others read the last state.
     """
-    if A.is_complex() or B.dim() != 3 or C.dim() != 3 or len(A) != u.shape[1]:
-        return reading.give_up(kernel, u, delta, A, B, C), A
-    states, wide = A.shape[1], torch.promote_types(u.dtype, torch.float32)
-    unit = torch.eye(states, dtype=wide, device=u.device).expand(len(u), states, states)
-    # what is left of each column when all are written
-    left = (torch.arange(states, device=A.device).flip(0) * A.to(wide) * _SHORT).exp() * _SHORT
-
-    def run(
-        u: Tensor, delta: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        dtype, (u, step, B, C) = u.dtype, (x.to(wide) for x in (u, delta, B, C))
-        step = step if delta_bias is None else step + delta_bias[:, None]
-        step = F.softplus(step) if delta_softplus else step
-        none, still = u.new_zeros(*u.shape[:2], states), step.new_zeros(*u.shape[:2], states)
-        before, first = unit[..., :0], 0
-        if initial_state is not None:
-            u, step = (
-                torch.cat([initial_state / left, u], -1),
-                torch.cat([still + _SHORT, step], -1),
-            )
-            before, first = unit, states
-        B = torch.cat([before, B, torch.zeros_like(unit)], -1)
-        C = torch.cat([torch.zeros_like(before), C, unit], -1)
-        u, step = torch.cat([u, none], -1), torch.cat([step, still], -1)
-        if u.device.type == "cpu" and not reading.mode.divides:
-            y = _by_operator(u, step, A, B, C, None, None, False)
-        else:
-            y = kernel(u, step, A, B, C, None, z=None, **options)
-        out = y[..., first:-states]
-        out = out if D is None else out + u[..., first:-states] * D[:, None]
-        return out.to(dtype), y[..., -states:]
-
-    roles, factors = dict(_SCAN), {"u": u, "delta": delta, "B": B, "C": C}
+    states = A.shape[1]
+    unit = torch.eye(states, dtype=u.dtype, device=u.device).expand(len(u), states, states)
+    none, still = u.new_zeros(*u.shape[:2], states), step.new_zeros(*u.shape[:2], states)
+    before, first = unit[..., :0], 0
     if initial_state is not None:
-        roles["initial_state"], factors["initial_state"] = ("content", 1), initial_state
-    y, state = reading.moved_with_state(run, roles, factors)
-    return (y if z is None else y * F.silu(z)), state
+        # what is left of each column when all are written
+        left = (torch.arange(states, device=A.device).flip(0) * A.to(u) * _SHORT).exp() * _SHORT
+        u = torch.cat([initial_state / left, u], -1)
+        step = torch.cat([still + _SHORT, step], -1)
+        before, first = unit, states
+    B = torch.cat([before, B, torch.zeros_like(unit)], -1)
+    C = torch.cat([torch.zeros_like(before), C, unit], -1)
+    y = scan(torch.cat([u, none], -1), torch.cat([step, still], -1), B, C)
+    return y[..., first:-states], y[..., -states:]
 
 
 def _by_operator(

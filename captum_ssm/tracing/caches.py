@@ -77,12 +77,17 @@ def copied(cache: Any, anew: Callable[[Tensor], Tensor]) -> Any:
         CachedStateError: if the cache contains an object that cannot be copied.
     """
     try:
-        return copy.deepcopy(cache, {id(x): anew(x) for x in _tensors_of(cache, set())})
+        return copy.deepcopy(cache, {id(x): anew(x) for x in tensors_of(cache)})
     except (TypeError, RuntimeError) as error:  # such as streams
         raise CachedStateError(
             f"The call continues from a {type(cache).__name__}, which cannot be copied: {error}. "
             "Pass the whole sequence in one call, without a cache."
         ) from error
+
+
+def tensors_of(cache: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a cache, in the order in which :func:`copied` replaces them."""
+    return _tensors_of(cache, set())
 
 
 def _tensors_of(value: Any, seen: set[int]) -> Iterator[Tensor]:

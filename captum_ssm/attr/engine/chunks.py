@@ -2,8 +2,8 @@
 
 The model runs on one chunk of tokens after the other, each from the cache of the chunk before. The
 caches between chunks are kept. The chunks then run again from the last to the first, and relevance
-that reaches the cache of a chunk continues in the chunk before. The result is that of one run of
-the whole sequence (Li et al., SeCO, arXiv 2505.16710, train models in this way).
+that reaches the cache of a chunk continues in the chunk before. The result is the same as for the
+whole sequence (Li et al., SeCO, arXiv 2505.16710, train models in this way).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...operators.base import Role
 from ...operators.coefficients import ROLES
 from ...operators.kernels.arithmetic import sum_tensors, unseen
 from ...tracing import require_deterministic, require_real_tokens
-from ...tracing.caches import CACHES, copied, parameters
+from ...tracing.caches import CACHES, copied, parameters, tensors_of
 from ..call.head import Kept, kept_positions
 from ..call.inputs import call_model
 from ..call.progress import shown
@@ -216,7 +216,7 @@ class _Sequence:
         if not error <= min(16 * self._granted, 0.25):
             raise ReconstructionError(
                 f"{type(request.model).__name__} computes logits at token {end - 1} in two chunks "
-                f"that differ by {error:.1e} of the largest logit from those of one run. Its cache "
+                f"and in one run, and they differ by {error:.1e} of the largest logit. Its cache "
                 "may not hold all that later tokens need. Leave chunk_tokens out, or pass "
                 "verify=False to skip this comparison."
             )
@@ -262,7 +262,8 @@ class _Sequence:
         Returns:
             The part of the decomposition, and the gradients at the cache that the chunk received.
         """
-        left = [*_floating(carried.cache), *chain.from_iterable(carried.left)]
+        of_cache = [x for x in tensors_of(carried.cache) if x.is_floating_point()]
+        left = [*of_cache, *chain.from_iterable(carried.left)]
 
         def reached(label: Role | None) -> Tensor:
             """Return the number's part along paths of a label; its graph is of all labels."""
@@ -351,8 +352,8 @@ class _Border:
         before: _Border | None = None,
     ) -> None:
         self.sums, self.states = sums, states
-        tensors: list[Tensor] = []
-        self._frame = copied(cache, lambda x: _put(tensors, x.detach()))
+        tensors = [x.detach() for x in tensors_of(cache)]
+        self._frame = copied(cache, lambda x: x.new_empty(0))
         earlier = [] if before is None else before._parts
         pairs = zip_longest(tensors, earlier if len(earlier) == len(tensors) else [])
         self._parts: list[_Prefix] = [_Prefix.of(*pair) for pair in pairs]
@@ -361,12 +362,6 @@ class _Border:
         """Return a new cache with the border's tensors."""
         parts = iter(self._parts)
         return copied(self._frame, lambda _: next(parts).tensor)
-
-
-def _put(tensors: list[Tensor], x: Tensor) -> Tensor:
-    """Append a tensor to a list, and return a tensor without memory to stand for it."""
-    tensors.append(x)
-    return x.new_empty(0)
 
 
 @dataclass(eq=False)
@@ -403,13 +398,6 @@ def _divided(tokens: range, most: int) -> list[range]:
     count = -(-len(tokens) // most)
     edges = [tokens.start + len(tokens) * i // count for i in range(count + 1)]
     return [range(*pair) for pair in pairwise(edges)]
-
-
-def _floating(cache: Any) -> list[Tensor]:
-    """Return the floating tensors of a cache, in the order in which a copy receives them."""
-    found: list[Tensor] = []
-    copied(cache, lambda x: _put(found, x))
-    return [x for x in found if x.is_floating_point()]
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -68,6 +68,8 @@ class Explainer:
     needs_gradient = False
     #: whether the run keeps the residual stream that enters each mixer's block
     needs_streams = False
+    #: the largest number of tokens that are run at once; examples then run one by one
+    chunk_tokens: int | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -101,8 +103,7 @@ class Explainer:
         rule = vars(self).get("default_rule", vars(self).get("rule"))
         said += [] if rule is None else [f"rule={rule!r}"]
         said += ["recompute=True"] if getattr(self, "recompute", False) else []
-        chunk = getattr(self, "chunk_tokens", None)
-        said += [] if chunk is None else [f"chunk_tokens={chunk}"]
+        said += [] if self.chunk_tokens is None else [f"chunk_tokens={self.chunk_tokens}"]
         return f"{self.name}({', '.join(said)})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +143,8 @@ class Explainer:
                 "outside of torch.inference_mode(). torch.no_grad() is accepted."
             )
         model, parts = find_model(self.forward_func, self.model), []
-        cuts = list(batch_parts(len(inputs), internal_batch_size))
+        one_by_one = self.chunk_tokens is not None and not others
+        cuts = list(batch_parts(len(inputs), 1 if one_by_one else internal_batch_size))
 
         def requested(cut: BatchPart) -> Request:
             # slices of inputs that require gradients must do so, too
