@@ -22,6 +22,7 @@ def add_to(commands: Any) -> None:
         "model", help="a bundled model, a folder with config.json, or with --hub a model name"
     )
     parser.add_argument("--tokens", type=int, required=True, help="number of tokens of the example")
+    parser.add_argument("--chunk-tokens", type=int, help="also estimate it in such chunks")
     parser.add_argument("--gpu", type=float, help="GPU memory in GiB; prints whether the run fits")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="default: the configuration's"
@@ -31,7 +32,7 @@ def add_to(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the memory of LatimFlow for two rules, each with and without recompute."""
+    """Print the memory of LatimFlow for two rules, with and without recompute and chunks."""
     import torch
 
     from ..explain.estimate import estimate_memory
@@ -41,13 +42,17 @@ def run(options: argparse.Namespace) -> None:
     if options.dtype is not None:
         config.dtype = getattr(torch, options.dtype)
     fits = () if options.gpu is None else (f"fits {options.gpu:g} GiB",)
-    row = "{:<10} {:<10}" + " {:>12}" * (3 + len(fits))
-    print(row.format("rule", "recompute", "weights", "activations", "GiB in all", *fits))
+    row = "{:<10} {:<18}" + " {:>12}" * (3 + len(fits))
+    print(row.format("rule", "option", "weights", "activations", "GiB in all", *fits))
+    ways: list[dict[str, Any]] = [{}, {"recompute": True}]
+    if options.chunk_tokens is not None:
+        ways.append({"chunk_tokens": options.chunk_tokens})
     for rule in ("balanced", "frozen"):
-        for recompute in (False, True):
-            found = estimate_memory(config, options.tokens, rule=rule, recompute=recompute)
+        for way in ways:
+            found = estimate_memory(config, options.tokens, rule=rule, **way)
             sizes = found.weights, found.activations, found.weights + found.activations
             last = () if options.gpu is None else ("yes" if found.fits(options.gpu) else "no",)
             numbers = (f"{size / _GIB:.2f}" for size in sizes)
-            print(row.format(rule, str(recompute), *numbers, *last), flush=True)
+            named = ", ".join(f"{name}={value}" for name, value in way.items()) or "none"
+            print(row.format(rule, named, *numbers, *last), flush=True)
     print("For one example with PyTorch's own functions. Other kernels use different memory.")

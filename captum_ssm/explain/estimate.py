@@ -2,20 +2,23 @@
 
 A language model is built from its configuration and explained with fake tensors, which have a shape
 and a dtype but no memory.  This takes seconds to minutes for a model of any size.  The bytes of the
-tensors that exist at the same time are counted.  They grow linearly with the number of tokens (with
-eager attention, quadratically), so long runs are extrapolated from short ones.
+tensors that exist at the same time are counted.  They grow linearly with the number of tokens, with
+the tokens of a chunk and with the number of chunks (eager attention: with products of tokens), so
+long runs are extrapolated from short ones.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,8 +27,8 @@ from ..attr import LatimFlow
 from ..errors import CaptumSSMError, OptionError
 from ..linear import Rule
 
-#: Tokens of the shortest run; longer runs have multiples. The chunk sizes of kernels divide it.
-_STEP = 256
+#: Tokens of the shortest run, unless the kernels' own chunks are longer. Other runs have multiples.
+_STEP = 128
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,23 @@ class Estimate:
 
 
 def estimate_memory(
-    config: Any, tokens: int, *, rule: Rule = "balanced", recompute: bool = False
+    config: Any,
+    tokens: int,
+    *,
+    rule: Rule = "balanced",
+    recompute: bool = False,
+    chunk_tokens: int | None = None,
 ) -> Estimate:
     """Estimate the memory of a call of LatimFlow with one example.
 
     Args:
         config: the configuration of a transformers language model, with its ``dtype``.
         tokens: the number of tokens of the example.
-        rule, recompute: the options of :class:`~captum_ssm.LatimFlow`, with the same defaults.
+        rule, recompute, chunk_tokens: the options of :class:`~captum_ssm.LatimFlow`, with the same
+            defaults.
 
     Raises:
-        OptionError: if the model's code depends on values of activations.
+        OptionError: if the model's code depends on values of activations, or an option is refused.
 
     Example:
         >>> from transformers import MambaConfig
@@ -77,32 +86,69 @@ def estimate_memory(
     is_eager = getattr(config, "_attn_implementation", None) == "eager"
     config = copy.deepcopy(config)  # models may change their configuration
     dtype = getattr(config, "dtype", None) or torch.float32
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]):
+    wanted = _Run(tokens, min(tokens, chunk_tokens or tokens))
+    sizes = [x for name, x in vars(config).items() if name.endswith("chunk_size") and x]
+    runs = wanted.short(max([_STEP, *sizes]), is_eager)
+    with (
+        patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", 8),  # values of a target are kept
+        fake_tensor.FakeTensorMode(allow_non_fake_inputs=True),
+        torch.random.fork_rng(devices=[]),
+    ):
         # class names, because other packages replace the entries of transformers' Auto classes
         names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         kind = getattr(transformers, names.get(config.model_type, ""), None)
         build = transformers.AutoModelForCausalLM.from_config if kind is None else kind._from_config
         model = build(config, dtype=dtype).eval()
         model.requires_grad_(False)
-        explain = LatimFlow(
-            lambda x: model(inputs_embeds=x, logits_to_keep=1).logits,
-            model,
-            rule=rule,
-            recompute=recompute,
-        )
-        if tokens <= 2 * _STEP:
-            activations = _peak(explain, model, tokens)
-        else:
-            steps = (tokens - _STEP) / _STEP
-            short, *longer = (
-                _peak(explain, model, count * _STEP) for count in (1, 2, 3)[: 2 + is_eager]
-            )
-            by_step = longer[0] - short
-            bent = longer[1] - longer[0] - by_step if is_eager else 0
-            activations = short + int(steps * by_step + steps * (steps - 1) / 2 * bent)
+        peaks = []
+        for run in runs:
+            if chunk_tokens is None:
+                explain = LatimFlow(
+                    lambda x: model(inputs_embeds=x, logits_to_keep=1).logits,
+                    model,
+                    rule=rule,
+                    recompute=recompute,
+                )
+            else:
+                explain = LatimFlow(model, rule=rule, recompute=recompute, chunk_tokens=run.chunk)
+            peaks.append(_peak(explain, model, run.tokens))
         each = {id(x): x for x in (*model.parameters(), *model.buffers())}.values()
         weights = sum(x.numel() * x.element_size() for x in each)
-    return Estimate(weights, activations)
+    # terms that are the same in all runs cannot be told apart, and need not be
+    rows, row = ([run.terms(is_eager) for run in each] for each in (runs, [wanted]))
+    parts = torch.linalg.lstsq(_matrix(rows), _matrix([[peak] for peak in peaks])).solution
+    return Estimate(weights, int(_matrix(row) @ parts))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The tokens of a run, and the largest number of tokens in a chunk."""
+
+    tokens: int
+    chunk: int
+
+    def short(self, step: int, is_eager: bool) -> list[_Run]:
+        """Return runs of a few times ``step`` tokens, from which this run's memory follows."""
+        if self.tokens <= 2 * step:
+            return [self]
+        if self.tokens <= self.chunk:
+            return [_Run(step * n, step * n) for n in (1, 2, 3)[: 2 + is_eager]]
+        if self.chunk <= 2 * step:
+            return [_Run(self.chunk * n, self.chunk) for n in (2, 3)]
+        sizes = (2, 1), (3, 1), (4, 2), (6, 2), (6, 3)
+        return [_Run(step * n, step * m) for n, m in sizes[: 4 + is_eager]]
+
+    def terms(self, is_eager: bool) -> list[float]:
+        """Return the numbers to which the parts of the memory are proportional."""
+        chunks = -(-self.tokens // self.chunk)
+        tokens = self.tokens / _STEP  # of the size of the other terms
+        size = tokens / chunks
+        squares = [size * tokens] if is_eager else []
+        return [1.0, size, *squares, *([tokens, chunks] if chunks > 1 else [])]
+
+
+def _matrix(rows: Sequence[Sequence[float]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def _peak(explain: LatimFlow, model: nn.Module, tokens: int) -> int:
@@ -155,10 +201,12 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _LiveUnread(Live):  # type: ignore[no-untyped-call]
-    """Counts the bytes of fake tensors, which have no values: reading one returns 0 or True."""
+    """Counts the bytes of fake tensors; reading one without a known value returns 0 or True."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
+            if args[0].constant is not None:  # a number of Python code, such as a position
+                return args[0].constant.item()
             return True if args[0].dtype == torch.bool else 0
         if func is torch.ops.aten.equal.default:
             return True

@@ -284,7 +284,7 @@ class Blocks:
         leaves, steps = len(mode.ledger.leaves), len(network.steps)
         mode.labels.again(number)
         before, network.verify = network.verify, network.verify if call.is_first else False
-        mode.within, self.again, call.is_first = call.name, True, False
+        mode.ledger.within, self.again, call.is_first = call.name, True, False
         try:
             with torch.enable_grad(), torch._C._EnableTorchFunction():
                 inner = [mode.leaf(x) for x in call.entering]
@@ -303,7 +303,7 @@ class Blocks:
             pairs = [(x, g) for x, g in zip(left, arrived, strict=True) if g is not None]
             for x, gradient in pairs:
                 if not x.requires_grad:  # it does not depend on the input
-                    mode.ledger.write(gradient, x, mode.within)
+                    mode.ledger.write(gradient, x, mode.ledger.within)
             pairs = [(x, g) for x, g in pairs if x.requires_grad]
             wanted = [*inner, *of_steps, *mode.ledger.leaves[leaves:]]
             found: Sequence[Tensor | None] = [None] * len(wanted)
@@ -311,7 +311,7 @@ class Blocks:
                 outs, seeds = zip(*pairs, strict=True)
                 found = torch.autograd.grad(outs, wanted, seeds, allow_unused=True)
         finally:
-            network.verify, mode.within, self.again = before, "", False
+            network.verify, mode.ledger.within, self.again = before, "", False
             mode.labels.again(None)
         of_inner, rest = found[: len(inner)], iter(found[len(inner) :])
         entered = zip(starts, call.entering, strict=True)

@@ -31,18 +31,21 @@ class Ledger:
     the constant to the function set by :meth:`entries_to`.
 
     Args:
-        where: a function that returns the name of the running module.
+        where: a function that returns the name of the running module, or the function's argument
+            if no module is running.
         kept: whether constants stay in the network. Masks and Python scalars, such as the epsilon
             added to a variance, always stay. Default: True.
 
     Attributes:
         leaves: constants that are leaves of the graph. A backward pass must ask for their
             gradients, or these constants are not recorded.
+        within: the name of the block that runs again by its ``forward``, which module calls do not
+            show. Default: ``""``, none.
 
     Example:
         >>> import torch
         >>> from captum_ssm.linear import Ledger
-        >>> ledger, found = Ledger(where=lambda: "head"), {}
+        >>> ledger, found = Ledger(where=lambda block: "head"), {}
         >>> x, bias = torch.ones(2, requires_grad=True), torch.tensor(3.0)
         >>> y = ledger.included(2 * x + bias, bias)
         >>> with ledger.entries_to(lambda grad, b, name: found.update({name: grad * b})):
@@ -51,11 +54,16 @@ class Ledger:
         [3.0, 3.0]
     """
 
-    def __init__(self, where: Callable[[], str], kept: bool = True) -> None:
+    def __init__(self, where: Callable[[str], str], kept: bool = True) -> None:
         self.kept = kept
         self.leaves: list[Tensor] = []
+        self.within = ""
         self._where = where
         self._entry: Entry | None = None
+
+    def where(self) -> str:
+        """Return the name of the module that is running."""
+        return self._where(self.within)
 
     def included(self, out: Tensor, constant: Tensor) -> Tensor:
         """Record that ``constant`` is a summand of ``out``, and return ``out``.
@@ -100,7 +108,7 @@ class Ledger:
         """
         if not out.requires_grad:  # results under no_grad are coefficients
             return
-        where, shape = self._where() if where is None else where, out.shape
+        where, shape = self.where() if where is None else where, out.shape
         _whole_of(out).register_hook(  # type: ignore[no-untyped-call]
             lambda gradient: self.write(gradient.reshape(shape), constant, where)
         )

@@ -142,10 +142,7 @@ class Linearizing(TorchFunctionMode):
         self.again: list[LookUp] = []
         self.others: tuple[Tensor, ...] = ()
         self.blocks: Blocks | None = None
-        #: Name of the block that runs again by its ``forward``, which module calls do not show.
-        self.within: str = ""
-        self._where = where
-        self.ledger = Ledger(self.where, constants)
+        self.ledger = Ledger(where, constants)
         self.bends = 0
         self.reading: Reading | None = None
         self.defers = False
@@ -166,7 +163,7 @@ class Linearizing(TorchFunctionMode):
 
     def where(self) -> str:
         """Return the name of the module that is running."""
-        return self._where(self.within)
+        return self.ledger.where()
 
     def looking_away(self) -> Sequence[AbstractContextManager[None]]:
         """Return contexts to enter so that torch functions run without the rules."""

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -149,48 +150,85 @@ class Rules:
     chunk_tokens: int | None = None
 
 
-def as_memory_allows(run: Callable[[bool], T], recompute: bool | None = None) -> T:
-    """Return ``run(recompute)``; for None, ``run(True)`` if memory is too small for ``run(False)``.
+#: What a way to compute a result does to save memory, and the way.
+Way = tuple[str, Callable[[], T]]
+
+
+def as_memory_allows(
+    run: Callable[[bool], T], recompute: bool | None = None, others: Sequence[Way[T]] = ()
+) -> T:
+    """Return ``run(recompute)``; for None, the result of the first run that memory allows.
+
+    Args:
+        run: a function of ``recompute``, which is called with False and then with True.
+        recompute: the only argument for ``run``. Default: None, both.
+        others: further ways, in this order. Default: none.
 
     Raises:
-        RuntimeError: the device's error, if ``run(True)`` is refused.
+        RuntimeError: the device's error, if memory allows no way, or if the ways that may fit are
+            refused.
     """
     if recompute is not None:
         return run(recompute)
-    try:
-        return run(False)
-    except RuntimeError as error:
-        if not ran_out_of_memory(error):
-            raise
-        # without the traceback, which would hold what has filled the memory
-        kind, full = type(error), str(error)
-    warnings.warn(
-        "The device's memory is too small for the whole autograd graph, so blocks run again in "
-        "backward passes. Pass recompute=True to the method to skip the first attempt.",
-        stacklevel=2,
-    )
-    try:
-        return run(True)
-    except CaptumSSMError as refused:
-        raise kind(full) from refused
+    refused: CaptumSSMError | None = None
+    ways: list[Way[T]] = [("", lambda: run(False)), (_RECOMPUTED, lambda: run(True)), *others]
+    for does, way in ways:
+        if does:
+            warnings.warn(f"The device's memory is too small, so {does}", stacklevel=2)
+        try:
+            return way()
+        except CaptumSSMError as error:
+            if not does:
+                raise
+            refused = error
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
+            # without the traceback, which would hold what has filled the memory
+            kind, full = type(error), str(error)
+    raise kind(f"{full}\n{_TOO_LARGE}") from refused
+
+
+_RECOMPUTED = (
+    "blocks run again in backward passes. Pass recompute=True to the method to skip the first "
+    "attempt."
+)
+_TOO_LARGE = (
+    "The call does not fit into the device's memory. Pass fewer tokens, or for a batch "
+    "internal_batch_size=1. For a language model of transformers, `captum-ssm estimate MODEL "
+    "--tokens N --gpu GIB` computes the memory that LatimFlow needs."
+)
+#: The smallest chunks that are tried without being asked for.
+_FEW_TOKENS = 256
 
 
 def decompositions(
     request: Request, questions: Sequence[Against], rules: Rules, baselines: Baselines = None
 ) -> list[Decomposition]:
     """Run the linear network once, and decompose each target with one backward pass."""
-    if rules.chunk_tokens is not None and request.inputs.shape[1] > rules.chunk_tokens:
+    tokens = request.inputs.shape[1]
+    if rules.chunk_tokens is not None and tokens > rules.chunk_tokens:
         return in_chunks(request, questions, rules, baselines, rules.chunk_tokens)
     if rules.recompute is None:
-        return as_memory_allows(
-            lambda again: decompositions(
-                request, questions, replace(rules, recompute=again), baselines
-            )
-        )
+
+        def run(again: bool | None, most: int | None = None) -> list[Decomposition]:
+            chosen = replace(rules, recompute=again, chunk_tokens=most)
+            return decompositions(request, questions, chosen, baselines)
+
+        sizes = [tokens // parts for parts in (4, 16, 64) if tokens // parts >= _FEW_TOKENS]
+        in_parts = [(_in_chunks_of(most), partial(run, None, most)) for most in sizes]
+        return as_memory_allows(run, None, in_parts if len(request.inputs) == 1 else ())
     found, alone_run = _decompositions(request, questions, rules, baselines)
     if alone_run is not None:
         alone_run.require([(q, each.output) for q, each in zip(questions, found, strict=True)])
     return found
+
+
+def _in_chunks_of(tokens: int) -> str:
+    return (
+        f"the sequence runs in chunks of {tokens} tokens. Pass chunk_tokens={tokens} to the method "
+        "to skip the first attempts."
+    )
 
 
 def _decompositions(
