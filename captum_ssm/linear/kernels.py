@@ -27,6 +27,7 @@ from ..operators.kernels.arithmetic import unseen
 from ..tracing.changes import Shared, lasting
 from ..tracing.repair.fused import gated_norm
 from ..tracing.repair.loops import Repair, replacing
+from .divided import Core
 from .reading import READ, STATES, Reading, Roles, now
 
 #: Computes a kernel's result from the reading of a mixer call, the kernel and its arguments.
@@ -204,14 +205,17 @@ def _conv(
     **options: Any,
 ) -> Tensor:
     """Call causal_conv1d_fn on x (B, D, L), with bias and activation as torch functions."""
+    written = reading.written(x)
 
-    def convolve(x: Tensor, bias: Tensor | None = bias) -> Tensor:
+    def convolve(x: Tensor, bias: Tensor | None = bias if written is None else None) -> Tensor:
         return kernel(x, weight, bias, activation=None, **options)
 
     def moved(x: Tensor) -> Tensor:
         out: Tensor = _Convolved.apply(x, convolve)  # type: ignore[no-untyped-call]
         return out
 
+    if written is not None:
+        return _between_gates(reading, moved, x, written, weight, bias)
     out = reading.moved(moved, _CONTENT, {"x": x})
     if bias is not None:
         out = reading.mode.ledger.included(out, bias[:, None])
@@ -232,6 +236,49 @@ class _Convolved(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         found: Tensor = ctx.convolve(gradient.flip(-1).contiguous(), None)
         return found.flip(-1), None
+
+
+def _between_gates(
+    reading: Reading,
+    convolve: Callable[[Tensor], Tensor],
+    x: Tensor,
+    written: Core,
+    weight: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """Call a convolution of gated content, so that content and both gates share relevance.
+
+    Args:
+        reading: the reading.
+        convolve: the convolution without its bias.
+        x: the convolution's input (B, D, K + L), with K = 0 or K tokens from a cache.
+        written: the product of gate and content, the last L tokens of ``x``.
+        weight, bias: weight (D, taps) and bias (D,) of the convolution.
+    """
+    roles, factors = dict(written.roles), dict(written.factors)
+    tokens, taps = factors["other"].shape[-1], weight.shape[-1]
+    earlier, product = x[..., :-tokens].clone(), x.new_zeros(())
+    before = earlier.detach()
+    if before.shape[-1] and (reading.carried is None or reading.carried.tokens):
+        roles["initial_state"], factors["initial_state"] = ("content", -1), earlier
+    if bias is not None:  # a factor of constants: of the bias, and of padded tokens with biases
+        one = reading.mode.cached(x.new_ones(len(x), 1, 1), reading.mode.where())
+        roles["one"], factors["one"] = ("content", -1), one
+        product = x[..., -tokens:].detach()
+
+    def run(
+        input: Tensor, other: Tensor, initial_state: Tensor = before, one: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        new = input * other
+        if one is not None and reading.mask is not None:
+            new = torch.where(reading.mask[:, None, -tokens:], new, product * one)
+        new = torch.cat([initial_state, new], -1) if initial_state.shape[-1] else new
+        out = convolve(new)
+        return (out if one is None or bias is None else out + bias[:, None] * one), new[..., -taps:]
+
+    if reading.carried is not None:
+        return reading.moved_with_state(run, roles, factors)[0]
+    return reading.moved(lambda **given: run(**given)[0], roles, factors)
 
 
 def _conv_of_fla(
@@ -381,8 +428,12 @@ def _conv_step(
     """Compute causal_conv1d_update on x (B, D, L), preceded by the inputs in ``conv_state``."""
     if activation not in ("silu", "swish", None):
         reading.given_up = True
+    convolve = functools.partial(F.conv1d, weight=weight[:, None], groups=len(weight))
+    written = reading.written(x)
     x = torch.cat([conv_state, x], -1)[..., -(weight.shape[1] - 1 + x.shape[-1]) :]
-    out = F.conv1d(x, weight[:, None], bias, groups=len(weight))
+    if written is not None:
+        return _between_gates(reading, convolve, x, written, weight, bias)
+    out = convolve(x, bias=bias)
     return out if activation is None else F.silu(out)
 
 

@@ -237,15 +237,15 @@ class Linearizing(TorchFunctionMode):
             carried.receives(leaf, self.labels)
         return found
 
-    def cached(self, x: Tensor) -> Tensor:
-        """Return a copy of a cache's tensor, whose contribution is the constant named "cache"."""
+    def cached(self, x: Tensor, name: str = "cache") -> Tensor:
+        """Return a copy of a cache's tensor, whose contribution is a constant with a name."""
         with unseen(), torch.enable_grad():
             if not x.is_floating_point():
                 return x.clone()
             leaf = self.leaf(x.clone() if x.is_inference() else x)
             self.ledger.leaves.append(leaf)
             start = leaf.clone()  # the model may change it in place
-            self.ledger.record(start, leaf.detach(), "cache")
+            self.ledger.record(start, leaf.detach(), name)
         return start
 
     def __torch_function__(
@@ -258,9 +258,9 @@ class Linearizing(TorchFunctionMode):
         kind = _KINDS.get(func)
         if kind is _ATTRIBUTE or (kind is not None and self._is_simple(kind, args, kwargs)):
             out = func(*args, **(kwargs or {}))
-            if kind is _VIEW and args[0] in self._bent:
+            if kind is _VIEW and (args[0] in self._bent or args[0] in self.at_rest):
                 for view in out if isinstance(out, tuple | list) else (out,):
-                    self._bent[view] = True
+                    self.resembles(view, args[0])
             return out
         args, kwargs = self.without_weights(args), self.without_weights(kwargs or {})
         name = plain(func.__name__)
@@ -470,6 +470,8 @@ class Linearizing(TorchFunctionMode):
         With rule ``"frozen"``, activations' outputs get none if other factors depend on the input.
         """
         live = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
+        if self.reading is not None:
+            self.reading.find_gate(live)
         straight = [a for a in live if not self.is_bent(a)]
         if self.rule == "frozen" and 0 < len(straight) < len(live):
             args = self._straight(args)

@@ -46,7 +46,7 @@ Roles = Mapping[str, tuple[Role, int]]
 
 #: Modules of the adapters whose mixers are explained by their own running code.
 _READ = """
-attention mamba mamba2 delta fla.attention fla.delta fla.gated fla.linear
+attention lfm2 mamba mamba2 delta fla.attention fla.delta fla.gated fla.linear
 """
 #: Adapters whose operators are faster on a CPU than the mixer's code, for rules with shares.
 _SLOW = ("mamba", "mamba2", "delta")
@@ -59,6 +59,8 @@ READ = {
     and adapter not in ("fla.attention:fla_path", "fla.delta:fla_delta_product")
 }
 
+#: Roles of the factors of torch's mul, for content (B, D, L) that a gate multiplies.
+_WRITTEN: Roles = {"input": ("gate", -1), "other": ("content", -1)}
 #: Names of kernels' arguments for first states.
 STATES = frozenset(("initial_states", "initial_state"))
 
@@ -76,6 +78,8 @@ class Reading:
         carried: what the run receives and passes on as one chunk of a sequence, or None.
         mixer: the mixer.
         scans: the number of selective scans so far, if they are of a chunk.
+        gates: in a short convolution with gates, the number of products so far. The first factor of
+            a product is the gate, a projection without an activation. None in other mixers.
 
     Args:
         mode: the rules.
@@ -95,6 +99,8 @@ class Reading:
         self.mode, self.continues, self.carried, self.mixer = mode, continues, carried, mixer
         self._entered = None if sequence is None else sequence.grad_fn
         self.given_up, self.scans = False, 0
+        has_gates = mixer is not None and READ.get(class_path(type(mixer))) == "lfm2"
+        self.gates = 0 if has_gates else None
         self.mask: Tensor | None = None
         self._mixes = False
         #: Graph nodes of kernels' results, with the graph nodes of the kernels' contents.
@@ -203,12 +209,23 @@ class Reading:
         """Return ``x``, from which keys and steps are computed; detached if they get no share."""
         return x if self.mode.divides else x.detach()
 
-    def _shared(self, core: Core) -> Tensor:
+    def _shared(self, core: Core, value: Tensor | None = None) -> Tensor:
         """Return a kernel's result, whose gradient is divided among the factors by the rule."""
-        out = divided(core)
+        out = divided(core, value)
         if out.grad_fn is not None:  # so that product() finds the kernel behind a gate
             self._cores[out.grad_fn] = core, out
         return out
+
+    def find_gate(self, live: list[Tensor]) -> None:
+        """Treat the first factor of a product as an activation, if the mixer counts gates."""
+        if self.gates is not None and len(live) > 1:
+            self.mode.mark_bent(live[0])
+            self.gates += 1
+
+    def written(self, x: Tensor) -> Core | None:
+        """Return the shared product of gate and content from which ``x`` is computed, or None."""
+        cores = [] if self.gates is None or not self.mode.divides else self._behind(x)[0]
+        return cores[0][0] if len(cores) == 1 else None
 
     def product(self, out: Tensor, live: list[Tensor], straight: list[Tensor]) -> Tensor | None:
         """Divide the product of a kernel's result and a gate; leave other products to the adapter.
@@ -225,16 +242,19 @@ class Reading:
         found = [each for each in behind if each[1]]
         if not found:
             self.given_up |= (len(live), len(straight)) != (2, 1)
-            return None
+            if self.gates != 1 or not self.mode.divides:
+                return None
+            factors = dict(zip(_WRITTEN, live, strict=False))
+            return self._shared(Core(self, torch.mul, _WRITTEN, factors), out)
         (mapped, cores, of_others), *more = found
         gates = [x for x in live if x is not mapped]
         at_rest = self._at_rest(gates[0]) if len(gates) == 1 and not more else None
         alone = len(cores) == 1 and not of_others
-        if at_rest is None or not alone or not mapped.shape == gates[0].shape == out.shape:
+        if at_rest is None or not alone or mapped.shape != out.shape:
             self.given_up = True
             return None
         core, result = cores[0]
-        return divided(core.gated(result, mapped, gates[0], at_rest), out)
+        return divided(core.gated(result, mapped, gates[0].expand_as(out), at_rest), out)
 
     def _at_rest(self, gate: Tensor) -> float | None:
         """Return the value that ``gate`` has for an input of 0; None if the value is not known."""
@@ -267,7 +287,8 @@ class Reading:
         """
         out, entering, moved = call.output_tensor, call.hidden_states, self._moved
         self._moved, self._cores = {}, {}
-        if self.given_up or not self._mixes or not out.requires_grad:
+        mixes = self._mixes if self.gates is None else self.gates == 2
+        if self.given_up or not mixes or not out.requires_grad:
             return False
         if len(out) != len(entering):  # a mask of more examples, say
             return False
@@ -304,6 +325,8 @@ def is_read(module: nn.Module, sequence: Tensor, divides: bool, continues: bool 
     """
     path = class_path(type(module))
     if path not in READ or not is_own(type(module)) or any(map(is_split, module.modules())):
+        return False
+    if READ[path] == "lfm2" and hasattr(module, "slow_forward"):  # transformers 4
         return False
     if continues:
         return True

@@ -11,7 +11,7 @@ from helpers.marks import slow_but
 from helpers.versions import transformers5
 from oracles import relative_error
 from torch import Tensor
-from zoo import networks
+from zoo import networks, short_conv
 from zoo.attention import attention_model
 from zoo.mamba import transformers_model
 from zoo.mamba2 import make_model
@@ -28,7 +28,7 @@ MODELS = (
     *("mamba", "mamba2", "qwen3_next", "jamba", "falcon_mamba", "gpt_neox", "falcon_h1"),
     *("llama with attention", "mistral with attention", "gpt2 with attention", "zamba2", "bamba"),
     *("zamba with attention", "qwen3_5_moe with attention", "nemotron_h", "granitemoehybrid"),
-    *("olmo_hybrid", "kimi_linear"),
+    *("olmo_hybrid", "kimi_linear", "lfm2"),
 )
 QUICK = ("mamba", "jamba", "qwen3_next", "mistral with attention")
 TOKENS, CHUNK, TARGET = 23, 6, (-1, 3)
@@ -58,13 +58,16 @@ def test_the_parts_of_one_run(name: str, rule: Rule, monkeypatch: pytest.MonkeyP
         assert (found.roles[role] - relevance).abs().max() <= 1e-5 * size, role
 
 
-def test_double_precision_is_that_of_one_run() -> None:
+@pytest.mark.parametrize("name", slow_but(("mamba", "lfm2"), ("mamba", *short_conv.FAMILIES)))
+def test_double_precision_is_that_of_one_run(name: str) -> None:
     from transformers import DynamicCache
 
-    model, ids = transformers_model("mamba").double(), some()
+    is_mamba, ids = name == "mamba", some()
+    model = transformers_model(name) if is_mamba else short_conv.make_model(name, conv_bias=True)
+    model, cache = model.double(), "cache_params" if is_mamba else "past_key_values"
 
     def from_an_empty_cache(x: Tensor) -> Tensor:  # the same code: kernels, and no operators
-        logits: Tensor = model(x, cache_params=DynamicCache(config=model.config)).logits
+        logits: Tensor = model(x, **{cache: DynamicCache(config=model.config)}).logits
         return logits
 
     for rule in FAMILY:
@@ -170,7 +173,7 @@ def refused() -> Iterator[tuple[str, type[Exception], Callable[[], object]]]:
     yield "entry for each token", InputError, lambda: explain(model, TARGET, holes[:, :4])
     yield "position_ids was passed", OptionError, lambda: explain(model, TARGET, (None, ids))
     yield "padd", TargetError, lambda: explain(model, (2, 3), left)
-    for name in ("lfm2", "rwkv", "minimax", "mamba_ssm", "gla", "recurrent_gemma"):
+    for name in ("rwkv", "minimax", "mamba_ssm", "gla", "recurrent_gemma"):
         with pytest.MonkeyPatch.context() as patch:
             other = networks.make(name, patch).model
             yield "chunk_tokens cannot be used", OptionError, lambda other=other: explain(other)

@@ -50,9 +50,10 @@ TRANSFORMERS: dict[str, Make] = {
         if name not in (*mamba2.FAMILIES, *delta.FAMILIES)
     },
     **{name: lambda _, n=name: short_conv.make_model(n) for name in short_conv.FAMILIES},
+    "lfm2 with biases": lambda _: short_conv.make_model("lfm2", conv_bias=True),
 }
 #: Mixers that pick tokens, and attention with more than a gate behind it: adapters are asked.
-ASKED = ("glm5_next", "qwen4_exp", "bailing_hybrid", "lfm3")
+ASKED = ("glm5_next", "qwen4_exp", "bailing_hybrid")
 PACKAGE: dict[str, Make] = {
     "Mamba": of_mamba_ssm(False),
     "Mamba, fused": of_mamba_ssm(True),
@@ -260,8 +261,9 @@ def test_a_product_that_is_no_gates_is_left_to_the_adapter(monkeypatch: pytest.M
     assert explained.read == [False, False]
 
 
-def test_roles_follow_paths_through_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = transformers_model("mamba").double()
+@pytest.mark.parametrize("name", ["mamba", "lfm2 with biases"])
+def test_roles_follow_paths_through_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TRANSFORMERS[name](monkeypatch).double()
     monkeypatch.setattr(reading, "_SLOW", ())
     ids = torch.randint(13, (2, 9))
     asked = {"target": (-1, 3), "rule": "centered", "roles": True}
