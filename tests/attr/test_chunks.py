@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.marks import slow_but
 from helpers.versions import transformers5
+from helpers.widened import InFloat64
 from oracles import relative_error
 from torch import Tensor
 from zoo import networks, short_conv
@@ -72,10 +73,11 @@ def test_double_precision_is_that_of_one_run(name: str) -> None:
 
     for rule in FAMILY:
         start = None if rule in ("frozen", "half") else "mean"
-        one = LatimFlow(from_an_empty_cache, model, rule=rule).attribute(
-            ids, TARGET, baselines=start
-        )
-        found = LatimFlow(model, rule=rule, chunk_tokens=CHUNK).attribute(ids, TARGET)
+        with InFloat64():
+            one = LatimFlow(from_an_empty_cache, model, rule=rule).attribute(
+                ids, TARGET, baselines=start
+            )
+            found = LatimFlow(model, rule=rule, chunk_tokens=CHUNK).attribute(ids, TARGET)
         assert relative_error(found, one) <= 1e-12
 
 
