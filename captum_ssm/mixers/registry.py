@@ -178,7 +178,8 @@ def _register_installed() -> None:
 
 def is_own(cls: type) -> bool:
     """Return True if the adapter of a class is built in, False if a user registered it."""
-    return isinstance(_adapters.get(class_path(cls)), str)
+    path = class_path(cls)
+    return path in ADAPTERS and _adapters[path] == ADAPTERS[path]
 
 
 #: Package in which transformers imports remote code of models on the Hugging Face Hub.
