@@ -67,16 +67,14 @@ def test_double_precision_is_that_of_one_run(name: str) -> None:
     model = transformers_model(name) if is_mamba else short_conv.make_model(name, conv_bias=True)
     model, cache = model.double(), "cache_params" if is_mamba else "past_key_values"
 
-    def from_an_empty_cache(x: Tensor) -> Tensor:  # the same code: kernels, and no operators
+    def from_empty(x: Tensor) -> Tensor:  # the same code: kernels, and no operators
         logits: Tensor = model(x, **{cache: DynamicCache(config=model.config)}).logits
         return logits
 
     for rule in FAMILY:
         start = None if rule in ("frozen", "half") else "mean"
         with InFloat64():
-            one = LatimFlow(from_an_empty_cache, model, rule=rule).attribute(
-                ids, TARGET, baselines=start
-            )
+            one = LatimFlow(from_empty, model, rule=rule).attribute(ids, TARGET, baselines=start)
             found = LatimFlow(model, rule=rule, chunk_tokens=CHUNK).attribute(ids, TARGET)
         assert relative_error(found, one) <= 1e-12
 
