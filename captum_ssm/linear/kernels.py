@@ -251,14 +251,14 @@ def _between_gates(
     Args:
         reading: the reading.
         convolve: the convolution without its bias.
-        x: the convolution's input (B, D, K + L), with K = 0 or K tokens from a cache.
+        x: the convolution's input (B, D, K + L), where the first K tokens are from a cache.
         written: the product of gate and content, the last L tokens of ``x``.
         weight, bias: weight (D, taps) and bias (D,) of the convolution.
     """
     roles, factors = dict(written.roles), dict(written.factors)
     tokens, taps = factors["other"].shape[-1], weight.shape[-1]
-    earlier, product = x[..., :-tokens].clone(), x.new_zeros(())
-    before = earlier.detach()
+    earlier = x[..., :-tokens].clone()
+    before = product = earlier.detach()
     if before.shape[-1] and (reading.carried is None or reading.carried.tokens):
         roles["initial_state"], factors["initial_state"] = ("content", -1), earlier
     if bias is not None:  # a factor of constants: of the bias, and of padded tokens with biases
