@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..operators.base import Role
-from ..operators.kernels.arithmetic import unseen
+from ..operators.kernels.arithmetic import sum_tensors, unseen
 from .carried import Before
 from .shares import FAMILY, by_example, nodes_of, running_mean
 
@@ -26,7 +26,8 @@ class Core:
 
     Attributes:
         reading: the mixer call, which runs under the rules.
-        run: a function that calls the kernel with its factors as keyword arguments.
+        run: a function that calls the kernel with its factors as keyword arguments, and returns
+            the result, or the result and a last state.
         roles: the role of each factor, and the factor's token dimension.
         factors: the factors by name.
         gate: the gate that multiplies a linear map of the result. Default: None.
@@ -43,7 +44,7 @@ class Core:
     """
 
     reading: Reading
-    run: Callable[..., Tensor]
+    run: Callable[..., Tensor | tuple[Tensor, Tensor]]
     roles: Mapping[str, tuple[Role, int]]
     factors: Mapping[str, Tensor]
     gate: Tensor | None = None
@@ -91,20 +92,30 @@ class Core:
         for name in self.live.keys() & at.keys():
             at[name] = self._between(name, at[name], node)
         with torch.no_grad(), unseen():
-            return self.run(**at | {name: x[i].detach() for name, x in self.at_nodes.items()})
+            (out,) = self.outputs(**at | {name: x[i].detach() for name, x in self.at_nodes.items()})
+            return out
 
-    def averaged(self, up: Tensor) -> dict[str, Tensor]:
-        """Return gradients at the factors in ``live``: averages over nodes, times the shares."""
+    def outputs(self, **factors: Tensor) -> tuple[Tensor, ...]:
+        """Call the kernel, and return its results."""
+        found = self.run(**factors)
+        return found if isinstance(found, tuple) else (found,)
+
+    def averaged(self, ups: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """Return gradients at the factors in ``live``: averages over nodes, times the shares.
+
+        Args:
+            ups: the gradient at each of the results, or None for 0.
+        """
         rule, live = self.reading.mode.rule, self.live
         family, nodes, found = FAMILY[rule], self._nodes(), dict[str, Tensor]()
         for i, node in nodes:
-            for name, gradient in self._at(i, node, up, live).items():
+            for name, gradient in self._at(i, node, ups, live).items():
                 part = gradient * (family[self.role(name)].share / len(nodes))
                 found[name] = found[name] + part if name in found else part
         return found
 
     def _at(
-        self, number: int, node: float, up: Tensor, live: Mapping[str, Tensor]
+        self, number: int, node: float, ups: Sequence[Tensor | None], live: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Return the gradients at the point ``node`` between references (0) and factors (1)."""
         at = {name: x.detach() for name, x in self.factors.items()}
@@ -115,25 +126,36 @@ class Core:
             at[name] = at[f"{name}@{number}"] = values[number].detach().requires_grad_()
             names.append(f"{name}@{number}")
         with torch.enable_grad(), unseen():
-            out = self.run(**{name: x for name, x in at.items() if "@" not in name})
+            outs = self.outputs(**{name: x for name, x in at.items() if "@" not in name})
             if self.gate is None:
-                return self._back(out, at, names, up)
+                return self._back(outs, at, names, ups)
+            (out,), (up,) = outs, ups
+            assert up is not None
             gate = self.gate.detach()
             if FAMILY[self.reading.mode.rule]["gate"].reference == "rest":
                 gate = self.at_rest + (gate - self.at_rest) * node
             to_result, map_back = self._map(up * gate)
-            found = self._back(out, at, names, to_result)
+            found = self._back(outs, at, names, [to_result])
             if _GATE in live:
                 found[_GATE] = up * map_back(out.detach())
         return found
 
     def _back(
-        self, out: Tensor, at: Mapping[str, Tensor], names: list[str], up: Tensor
+        self,
+        outs: Sequence[Tensor],
+        at: Mapping[str, Tensor],
+        names: list[str],
+        ups: Sequence[Tensor | None],
     ) -> dict[str, Tensor]:
         if not names:
             return {}
-        up = up.to(out.dtype).reshape(out.shape)
-        found = torch.autograd.grad(out, [at[name] for name in names], up, allow_unused=True)
+        pairs = [
+            (out, up.to(out.dtype).reshape(out.shape))
+            for out, up in zip(outs, ups, strict=True)
+            if up is not None
+        ]
+        outs, ups = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outs, [at[name] for name in names], ups, allow_unused=True)
         return {
             name: torch.zeros_like(at[name]) if gradient is None else gradient
             for name, gradient in zip(names, found, strict=True)
@@ -168,10 +190,10 @@ class Core:
         mean = running_mean(factor.movedim(dim, 1), mask, self.before.get(name)).movedim(1, dim)
         return torch.lerp(mean, factor, node)
 
-    def followed(self, up: Tensor) -> dict[str, Tensor]:
+    def followed(self, ups: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """Return gradients at the factors in ``live``, only along paths that the pass follows."""
         labels = self.reading.mode.labels
-        found, begun = self.averaged(up), labels.begun
+        found, begun = self.averaged(ups), labels.begun
         if labels.label == "content":
             for name in found:
                 if self.role(name) != "content":
@@ -184,38 +206,48 @@ class Core:
         return found
 
 
-def divided(core: Core, value: Tensor | None = None) -> Tensor:
-    """Return the value of a core as a tensor whose gradient is divided among the core's factors.
+def divided(core: Core, value: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Return the results of a core as tensors whose gradients are divided among the core's factors.
 
     Args:
         core: the core.
-        value: the value. Default: None, the kernel's result.
+        value: the only result. Default: None, the kernel is called.
     """
     with unseen():
-        out: Tensor = _Divided.apply(core, value, *core.live.values())  # type: ignore[no-untyped-call]
-    return out
+        # without the value's own graph, which no relevance passes
+        value = None if value is None else value.detach()
+        found: tuple[Tensor, ...] = _Divided.apply(core, value, *core.live.values())  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Divided(torch.autograd.Function):
-    """Computes a kernel's (gated) result; backward divides the gradient among the factors."""
+    """Computes a kernel's (gated) results; backward divides gradients among the factors."""
 
     @staticmethod
-    def forward(ctx: Any, core: Core, value: Tensor | None, *live: Tensor) -> Tensor:
+    def forward(ctx: Any, core: Core, value: Tensor | None, *live: Tensor) -> tuple[Tensor, ...]:
         if value is None:
-            value = core.run(**{name: x.detach() for name, x in core.factors.items()})
-        out = value.detach()
+            found = core.outputs(**{name: x.detach() for name, x in core.factors.items()})
+        else:
+            found = (value,)
+        outs = [x.detach() for x in found]
         ctx.core = core
-        ctx.save_for_backward(out)
-        return out.view_as(out)
+        ctx.save_for_backward(*outs)
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in outs)
 
     @staticmethod
-    def backward(ctx: Any, up: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *ups: Tensor | None) -> tuple[Tensor | None, ...]:
         core: Core = ctx.core
-        (out,) = ctx.saved_tensors
-        found, live = core.followed(up), core.live
+        outs = ctx.saved_tensors
+        if all(up is None for up in ups):
+            ups = (torch.zeros_like(outs[0]), *ups[1:])
+        found, live = core.followed(ups), core.live
         if core.reading.mode.labels.label is None:  # the account is of all paths
-            rest = by_example(up * out, len(out))
+            count = len(outs[0])
+            rest = sum_tensors(
+                by_example(up * x, count) for up, x in zip(ups, outs, strict=True) if up is not None
+            )
             for name, x in live.items():
-                rest = rest - by_example(found[name] * x.detach(), len(out))
+                rest = rest - by_example(found[name] * x.detach(), count)
             core.reading.mode.ledger.write_rest(rest)
         return None, None, *(found[name].to(x.dtype) for name, x in live.items())

@@ -142,7 +142,7 @@ class Reading:
         """
         self._mixes |= len(roles) > 1
         if self.mode.divides and len(roles) > 1:
-            return self._shared(self._core(run, roles, factors, softmax))
+            return self._shared(self._core(run, roles, factors, softmax))[0]
         contents = [name for name, (role, _) in roles.items() if role == "content"]
         with unseen():
             out = run(
@@ -170,20 +170,21 @@ class Reading:
         if not self.mode.divides or len(roles) == 1:
             return self.moved(result, roles, factors, softmax), states[0]
         self._mixes = True
-        core = self._core(result, roles, factors, softmax)
-        out, (state,) = self._shared(core), states
-        left = replace(core, run=lambda **given: run(**given)[1])
         nodes = nodes_of(self.mode.rule, softmax)
         if nodes == (1.0,):
-            return out, divided(left, state)
+            out, state = self._shared(self._core(run, roles, factors, softmax))
+            return out, state
+        core = self._core(result, roles, factors, softmax)
+        (out,), (state,) = self._shared(core), states
+        left = replace(core, run=lambda **given: run(**given)[1])
         each = [replace(left, node=i) for i in range(len(nodes))]
         assert self.carried is not None
-        self.carried.left.append([divided(x, x.value_at_node()) for x in each])
+        self.carried.left.append([divided(x, x.value_at_node())[0] for x in each])
         return out, state.detach()
 
     def _core(
         self,
-        run: Callable[..., Tensor],
+        run: Callable[..., Tensor | tuple[Tensor, Tensor]],
         roles: Roles,
         factors: Mapping[str, Tensor],
         softmax: bool,
@@ -209,12 +210,12 @@ class Reading:
         """Return ``x``, from which keys and steps are computed; detached if they get no share."""
         return x if self.mode.divides else x.detach()
 
-    def _shared(self, core: Core, value: Tensor | None = None) -> Tensor:
-        """Return a kernel's result, whose gradient is divided among the factors by the rule."""
-        out = divided(core, value)
+    def _shared(self, core: Core, value: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return a kernel's results, whose gradients are divided among the factors by the rule."""
+        out, *state = divided(core, value)
         if out.grad_fn is not None:  # so that product() finds the kernel behind a gate
             self._cores[out.grad_fn] = core, out
-        return out
+        return out, *state
 
     def find_gate(self, live: list[Tensor]) -> None:
         """Treat the first factor of a product as an activation, if the mixer counts gates."""
@@ -245,7 +246,7 @@ class Reading:
             if self.gates != 1 or not self.mode.divides:
                 return None
             factors = dict(zip(_WRITTEN, live, strict=False))
-            return self._shared(Core(self, torch.mul, _WRITTEN, factors), out)
+            return self._shared(Core(self, torch.mul, _WRITTEN, factors), out)[0]
         (mapped, cores, of_others), *more = found
         gates = [x for x in live if x is not mapped]
         at_rest = self._at_rest(gates[0]) if len(gates) == 1 and not more else None
@@ -253,8 +254,12 @@ class Reading:
         if at_rest is None or not alone or mapped.shape != out.shape:
             self.given_up = True
             return None
-        core, result = cores[0]
-        return divided(core.gated(result, mapped, gates[0].expand_as(out), at_rest), out)
+        (core, result), gate = cores[0], gates[0].expand_as(out)
+        if nodes_of(self.mode.rule, core.softmax) == (1.0,):  # both are divided on their own
+            core = Core(self, torch.mul, _WRITTEN, {"input": gate, "other": mapped})
+        else:
+            core = core.gated(result, mapped, gate, at_rest)
+        return divided(core, out)[0]
 
     def _at_rest(self, gate: Tensor) -> float | None:
         """Return the value that ``gate`` has for an input of 0; None if the value is not known."""
