@@ -12,7 +12,7 @@ from helpers.versions import transformers5
 from helpers.widened import InFloat64
 from oracles import relative_error
 from torch import Tensor
-from zoo import networks, short_conv
+from zoo import delta, networks, short_conv
 from zoo.attention import attention_model
 from zoo.mamba import transformers_model
 from zoo.mamba2 import make_model
@@ -177,6 +177,9 @@ def refused() -> Iterator[tuple[str, type[Exception], Callable[[], object]]]:
         with pytest.MonkeyPatch.context() as patch:
             other = networks.make(name, patch).model
             yield "chunk_tokens cannot be used", OptionError, lambda other=other: explain(other)
+    with pytest.MonkeyPatch.context() as patch:  # with few tokens it attends to all
+        indexed = delta.Family("glm5_next", patch).model()
+        yield "an indexer picks", OptionError, lambda: explain(indexed)
 
 
 def test_refused_by_name() -> None:

@@ -69,6 +69,10 @@ class _Number:
     at_logits: Tensor
 
 
+#: The number of tokens of a chunk whose logits are compared with those of a plain run.
+_COMPARED = 8
+
+
 class _Sequence:
     """One example, and the model's runs on its chunks.
 
@@ -115,8 +119,14 @@ class _Sequence:
         self._borders: list[_Border] = []
         self._granted = 0.0
         self._sums: list[Tensor] = []
-        # where a plain run of the first chunks is compared
-        self._checked = self._chunks[min(1, len(self._chunks) - 1)].stop - 1
+        #: the tokens of the first two chunks at which a plain run is compared
+        self._checked = sorted(
+            {
+                chunk.stop - 1 - len(chunk) * i // _COMPARED
+                for chunk in self._chunks[:2]
+                for i in range(_COMPARED)
+            }
+        )
 
     def _refused(self, reason: str) -> OptionError:
         name = type(self._request.model).__name__
@@ -185,8 +195,8 @@ class _Sequence:
         for chunk in shown(run):
             self._borders.append(border)
             border = self._forward(chunk, border, found)
-            if self._checked in chunk and self._rules.verify is not False:
-                self._require_same(found[self._checked])
+            if self._checked[-1] in chunk and self._rules.verify is not False:
+                self._require_same(torch.stack([found[p] for p in self._checked], 1))
         logits = torch.stack([found[p] for p in self._kept.positions], 1).requires_grad_()
         for question in self._questions:
             number, constant = contrasted(logits, question.target, question.contrast, self._kept)
@@ -195,7 +205,7 @@ class _Sequence:
 
     def _forward(self, chunk: range, border: _Border, found: dict[int, Tensor]) -> _Border:
         """Run a chunk; add its logits to ``found``, by position; return the border behind it."""
-        asked = sorted(p for p in {*self._kept.positions, self._checked} if p in chunk)
+        asked = sorted(p for p in {*self._kept.positions, *self._checked} if p in chunk)
         with self._run(chunk, border, asked, self._rules.verify) as (network, carried, output):
             self._granted = max(self._granted, network.granted * len(network.calls))
             found |= zip(asked, output.detach().unbind(1), strict=False)
@@ -206,18 +216,18 @@ class _Sequence:
             return _Border(carried.cache, carried.after, left, border)
 
     def _require_same(self, logits: Tensor) -> None:
-        """Raise unless a plain run of the first chunks computes the same last ``logits`` (1, V)."""
-        request, end = self._request, self._checked + 1
+        """Raise unless a plain run of the first chunks computes the same ``logits`` (1, K, V)."""
+        request, end = self._request, self._checked[-1] + 1
         additional = tuple(x[:, :end] if isinstance(x, Tensor) else x for x in request.additional)
-        last = Kept((end - 1,), end)
-        begin = replace(request, inputs=request.inputs[:, :end], additional=additional, kept=last)
-        alone = begin.output_alone[:, -1]
+        kept = Kept(tuple(self._checked), end)
+        begin = replace(request, inputs=request.inputs[:, :end], additional=additional, kept=kept)
+        alone = begin.output_alone
         error = float((alone - logits).abs().max() / alone.abs().max().clamp_min(1e-30))
         if not error <= min(16 * self._granted, 0.25):
             raise ReconstructionError(
-                f"{type(request.model).__name__} computes logits at token {end - 1} in two chunks "
-                f"and in one run, and they differ by {error:.1e} of the largest logit. Its cache "
-                "may not hold all that later tokens need. Leave chunk_tokens out, or pass "
+                f"{type(request.model).__name__} computes other logits for {end} tokens in two "
+                f"chunks than in one run. They differ by {error:.1e} of the largest logit. The "
+                "cache may not hold all that later tokens need. Leave chunk_tokens out, or pass "
                 "verify=False to skip this comparison."
             )
 
@@ -416,6 +426,8 @@ def _name_of_cache(request: Request, rules: Rules) -> str:
         reason = "recompute=True does not support a cache"
     elif not rules.constants:
         reason = "zero_bias=True needs operators of whole sequences"
+    elif any(getattr(module, "indexer", None) is not None for module in model.modules()):
+        reason = "an indexer picks the tokens to attend to, by the length of each run"
     names = [x for x in CACHES if x in parameters(type(model).forward)]
     if not reason and not (names and hasattr(model, "get_output_embeddings")):
         reason = f"{type(model).__name__} is no language model of transformers with a cache"
