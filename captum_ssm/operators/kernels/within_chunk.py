@@ -85,9 +85,6 @@ def _between(decay: Tensor) -> Tensor:
 
 # --- sums of products with row and column factors ----------------------------------------------
 
-#: Largest number of tokens of a leaf of the tree; the smallest is about half of it.
-_LEAF = 8
-
 
 class Decayed(NamedTuple):
     """The matrices M of runs of T tokens, and row and column factors times decays.
@@ -115,7 +112,8 @@ def decayed(log_decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decay
         columns: column factors (..., T, N).
     """
     if log_decay.shape[-1] > 1:
-        return decayed_grams(exponential(log_decay), rows, columns)
+        # copies, which are overwritten
+        return decayed_grams(exponential(log_decay), [x.clone() for x in rows], columns.clone())
     decay = Decays(exponential(log_decay).squeeze(-1))
     return Decayed(
         [(x @ columns.mT).tril_().mul_(decay.between) for x in rows],
@@ -128,84 +126,58 @@ def decayed(log_decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decay
 def decayed_grams(decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decayed:
     """Return M for each of several row factors U and the same V, and the factors times decays.
 
+    Runs of 1, 2, 4, ... tokens are joined in pairs.  The factors are overwritten.
+
     Args:
         decay: decays A (..., T, K), between 0 and 1.
         rows: row factors U, each (..., T, K).
         columns: column factors V (..., T, K).
     """
-    lead, (tokens, width) = decay.shape[:-2], decay.shape[-2:]
-    depth = max(0, (-(-tokens // _LEAF) - 1).bit_length())
-    span = -(-tokens // 2**depth)
-    padded, kinds, runs = span * 2**depth, len(rows), lead.numel()
-    # copies, which are written to
-    a = _in_leaves(decay, span, padded, value=1.0)
-    u = _in_leaves(torch.stack(tuple(rows), -2).flatten(-2), span, padded)
-    v = _in_leaves(columns, span, padded)
-    out = a.new_zeros(runs, padded, kinds, padded)
-    total = _leaves(a, u.view(-1, span, kinds, width), v, _tiles(out, span, row=0, step=span))
-    for _ in range(depth):
-        first = v.view(-1, 2, span, width)[:, 0]  # (pairs, span, K)
-        second = u.view(-1, 2, span * kinds, width)[:, 1]  # (pairs, span R, K)
-        tiles = _tiles(out, span, row=span, step=2 * span)
-        tiles.copy_((second @ first.mT).view(tiles.shape))
-        of_first, of_second = total.view(-1, 2, 1, width).unbind(1)
-        second *= of_first
-        first *= of_second
-        total, span = of_first * of_second, 2 * span
+    lead, (tokens, width), kinds = decay.shape[:-2], decay.shape[-2:], len(rows)
+    padded = 1 << (tokens - 1).bit_length()
+
+    def single(x: Tensor, value: float = 0.0) -> Tensor:
+        """Return ``x`` (..., T, K) as runs of one token, padded with ``value``."""
+        x = x if tokens == padded else F.pad(x, (0, 0, 0, padded - tokens), value=value)
+        return x.reshape(-1, x.shape[-1] // width, width)
+
+    total, writes = single(decay, 1.0), single(columns)
+    reads = single(rows[0] if kinds == 1 else torch.stack(tuple(rows), -2).flatten(-2))
+    within = torch.bmm(reads, writes.mT)
+    reads *= total
+    while len(total) > lead.numel():
+        within, reads, writes, total = _joined(within, reads, writes, total)
 
     def of_runs(x: Tensor) -> Tensor:
         return torch.unflatten(x[:, :tokens], 0, lead)
 
+    grams = within.view(-1, padded, kinds, padded)[..., :tokens]
     return Decayed(
-        [of_runs(gram) for gram in out[..., :tokens].unbind(2)],
-        [of_runs(read) for read in u.view(runs, padded, kinds, width).unbind(2)],
-        of_runs(v.view(runs, padded, width)),
+        [of_runs(gram) for gram in grams.unbind(2)],
+        [of_runs(read) for read in reads.view(-1, padded, kinds, width).unbind(2)],
+        of_runs(writes),
         total.view(*lead, 1, width),
     )
 
 
-def _in_leaves(x: Tensor, leaf: int, padded: int, value: float = 0.0) -> Tensor:
-    """Copy ``x`` (..., T, K) to leaves (leaves, leaf, K), padded with ``value``."""
-    x = F.pad(x, (0, 0, 0, padded - x.shape[-2]), value=value)
-    return x.reshape(-1, leaf, x.shape[-1])
-
-
-def _leaves(a: Tensor, u: Tensor, v: Tensor, tiles: Tensor) -> Tensor:
-    """Write the tiles on the diagonal, token by token, and multiply the factors by decays.
-
-    Afterwards the row factors include the decays since the leaf's first token, and the column
-    factors the decays until the leaf's last token, as joining leaves requires.
+def _joined(
+    within: Tensor, reads: Tensor, writes: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Join neighboring runs in pairs.
 
     Args:
-        a: decays (leaves, T, K).
-        u: row factors (leaves, T, R, K), overwritten.
-        v: column factors (leaves, T, K), overwritten.
-        tiles: the tiles to write (runs, leaves of a run, T, R, T).
-
-    Returns:
-        The product of the decays of each leaf, (leaves, 1, K).
+        within: matrices M of the runs (runs, T R, T).
+        reads: row factors times the decays since the run's first token (runs, T R, K); overwritten.
+        writes: column factors times the decays until its last token (runs, T, K); overwritten.
+        total: products of the decays of each run (runs, 1, K).
     """
-    total = torch.ones_like(a[:, :1])
-    for i in range(a.shape[1]):
-        decay = a[:, i : i + 1]
-        v[:, :i] *= decay
-        row = u[:, i] @ v[:, : i + 1].mT  # (leaves, R, i + 1)
-        tiles[:, :, i, :, : i + 1] = row.view(*tiles.shape[:2], *row.shape[1:])
-        total = total * decay
-        u[:, i] *= total
-    return total
-
-
-def _tiles(out: Tensor, side: int, row: int, step: int) -> Tensor:
-    """View tiles of matrices (runs, T, R, T), every ``step`` tokens, ``row`` below the diagonal.
-
-    Returns:
-        A view (runs, tiles, side, R, side).
-    """
-    runs, tokens, kinds, _ = out.shape
-    along = kinds * tokens  # from one row to the next
-    return out.as_strided(
-        (runs, tokens // step, side, kinds, side),
-        (tokens * along, step * (along + 1), along, tokens, 1),
-        row * along,
-    )
+    rows, columns = within.shape[1:]
+    out = within.new_empty(len(within) // 2, 2 * rows, 2 * columns)
+    out[:, :rows, columns:] = 0
+    out[:, :rows, :columns], out[:, rows:, columns:] = within[::2], within[1::2]
+    second, first, before, after = reads[1::2], writes[::2], total[::2], total[1::2]
+    out[:, rows:, :columns] = torch.bmm(second, first.mT)
+    second *= before
+    first *= after
+    pairs = len(out)
+    return out, reads.view(pairs, 2 * rows, -1), writes.view(pairs, 2 * columns, -1), before * after

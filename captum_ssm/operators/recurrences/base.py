@@ -1,7 +1,8 @@
 """Maps and matrices of recurrences, computed from factors that write, decay and read a state.
 
-:class:`FadingRecurrence` computes rows by trees of pivots, for states that decay independently of
-each other.  :class:`ChunkedHeads` computes chunk by chunk, for heads with several value channels.
+:class:`FadingRecurrence` is for states that decay independently of each other,
+:class:`ChunkedHeads` for heads with several value channels.  Both compute rows by
+:mod:`.triangle`.
 """
 
 from __future__ import annotations
@@ -12,22 +13,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..base import Operator, Shape
+from ..base import Operator
 from ..heads import HeadOperator, common_to_channels
-from ..kernels import pivot_strip
 from ..kernels.arithmetic import full_precision, linear_map, underflow_flushed
 from ..kernels.bands import Band
-from ..kernels.chunk_tree import (
-    assemble,
-    chunks_up_to,
-    sum_over_heads,
-    sums_over_channels,
-    weigh,
-)
 from ..kernels.chunks import Chunk, run_all
-from ..kernels.pivot_tree import BandFactors, semiseparable_strip
 from ..kernels.portions import some_heads
 from ..kernels.rows import Strip, sum_of_lags, sum_strips
+from ..kernels.triangle import (
+    Block,
+    Tile,
+    assemble,
+    by_head,
+    semiseparable_strip,
+    sum_over_heads,
+    sums_over_channels,
+    tiles_of,
+    weigh,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -91,18 +94,13 @@ class Recurrent(Coefficients):
         raise NotImplementedError
 
 
-#: Largest number of elements of one factor of a block of the tree (1 MiB in float32).
-TREE_ELEMENTS = 2**18
-#: Smallest number of channels times states of a block, because smaller products are slow.
-TREE_LEAST = 128
 #: A band whose lags span at least this number is split into single lags.
 TREE_LAGS = 16
 
 
-class FadingRecurrence(Recurrent, pivot_strip.Fading):
-    """Base class of recurrences whose rows :mod:`.pivot_tree` or :mod:`.pivot_strip` computes."""
+class FadingRecurrence(Recurrent):
+    """Base class of recurrences with one value channel per head and a diagonal decay."""
 
-    shape: Shape
     few_rows = 4
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
@@ -116,19 +114,15 @@ class FadingRecurrence(Recurrent, pivot_strip.Fading):
         with torch.no_grad(), full_precision(self.device), underflow_flushed():
             if by_head:
                 return self._by_head(left, band, rows)
-            # the pivot has to come before all tokens that the band reaches back to
-            if rows.start >= pivot_strip.LEAST + max(last, last - first):
-                return pivot_strip.strip_by_pivot(self, left, band, rows)
-            factors = self._tree_blocks(left, band, rows)
-            batch, tokens, *_ = self.shape
-            return semiseparable_strip(factors, batch, tokens, rows, first)
+            blocks, (batch, tokens, *_) = self._blocks(left, band, rows), self.shape
+            return semiseparable_strip(blocks, batch, tokens, rows, range(first, last + 1))
 
     def _by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
         """Return :meth:`entries` with ``by_head=True``, for a band with few lags."""
         raise NotImplementedError
 
-    def _tree_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[BandFactors]:
-        """Yield decays, row factors and column factors of blocks of channels and states."""
+    def _blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[Block]:
+        """Yield the factors of diag(left) . self . band, some channels and states at a time."""
         raise NotImplementedError
 
 
@@ -149,7 +143,7 @@ class ChunkedHeads(Recurrent, HeadOperator):
     def head_matrices(self) -> Tensor:
         batch, tokens, heads, _ = self.shape
         out = self._zeros(batch, heads, tokens, tokens)
-        return assemble(self._chunks_up_to(range(tokens)), out)
+        return assemble(self._tiles(range(tokens)), out)
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
         # One pass over the chunks serves all lags; the base class takes one pass for each, but maps
@@ -166,9 +160,13 @@ class ChunkedHeads(Recurrent, HeadOperator):
         return sum_strips(shares, rows)
 
     def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
-        left, right = (x.transpose(1, 2)[..., None] for x in (left, right))  # (B, H, L, 1)
-        chunks = [weigh(chunk, left, right) for chunk in self._chunks_up_to(rows)]
-        return sum_over_heads(chunks, self._zeros(self.shape.batch, len(rows), rows.stop))
+        factors = [x.transpose(1, 2)[..., None] for x in (left, right)]  # (B, H, L, 1)
+        out = self._zeros(self.shape.batch, len(rows), rows.stop)
+
+        def chunk(part: slice, length: int) -> Chunk:
+            return weigh(by_head(self.chunk(part, length)), *factors)
+
+        return sum_over_heads(tiles_of(chunk, rows, self.shape.batch * self.shape.heads), out)
 
     def _sum_of_channels(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
         return self._sums_of_channels(left, [right], rows)[0]
@@ -177,10 +175,12 @@ class ChunkedHeads(Recurrent, HeadOperator):
         """Return :meth:`_sum_of_channels` for each column factor, (len(rights), B, R, W)."""
         left, *rights = (x.transpose(1, 2) for x in (left, *rights))  # (B, H, L, P)
         out = self._zeros(len(rights), self.shape.batch, len(rows), rows.stop)
-        return sums_over_channels(self._chunks_up_to(rows), left, rights, out)
+        row = left[:, :, rows.start : rows.stop]
+        return sums_over_channels(self._tiles(rows), row, rights, out)
 
-    def _chunks_up_to(self, rows: range) -> list[Chunk]:
-        return chunks_up_to(self.chunk, rows, self.shape.batch * self.shape.heads)
+    def _tiles(self, rows: range) -> Iterator[Tile]:
+        """Yield the tiles of some rows of each head's matrix."""
+        return tiles_of(self.chunk, rows, self.shape.batch * self.shape.heads)
 
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
         return run_all(self.chunk, x, transposed)

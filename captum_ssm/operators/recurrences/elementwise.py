@@ -30,13 +30,11 @@ from ..kernels.arithmetic import (
     with_graphs,
 )
 from ..kernels.bands import Band, shift_tokens
-from ..kernels.chunk_tree import decay_matrices
 from ..kernels.odd_even import FadingSteps
-from ..kernels.pivot_strip import Fades, from_pivot
-from ..kernels.pivot_tree import BandFactors
-from ..kernels.portions import Heads, at_a_time, parts
+from ..kernels.portions import parts
 from ..kernels.rows import Strip, sum_of_lags
-from .base import TREE_ELEMENTS, TREE_LEAST, FadingRecurrence
+from ..kernels.triangle import Block, Columns, block_width, decay_matrices
+from .base import FadingRecurrence
 
 #: Largest number of tokens mapped together.
 _TOKENS = 512
@@ -73,27 +71,6 @@ class ElementwiseRecurrence(FadingRecurrence):
         before = shift_tokens(states, 1)
         return of_values, {"decay": (of_values * before).squeeze(-1)}
 
-    def cut(self, tokens: slice) -> ElementwiseRecurrence:
-        return self.changed(decay=self.decay[:, tokens])
-
-    # --- reads, writes, carry --------------------------------------------------------------
-
-    def reads(self, tokens: slice, heads: Heads) -> Tensor:
-        return self._ones(1, 1, 1, 1)
-
-    def writes(self, tokens: slice, heads: Heads) -> Tensor:
-        return self._ones(1, 1, 1, 1)
-
-    def entering(self, values: Tensor) -> Tensor:
-        return values
-
-    def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
-        products = from_pivot(self.decay[:, :tokens, heads], token, product=True).to(self.decay)
-        return lambda part: products[:, part, None].clone()
-
-    def by_memory(self, tokens: slice) -> Tensor:
-        return self.decay[:, tokens].sum((0, 1)).argsort()
-
     # --- the map and its adjoint -----------------------------------------------------------
 
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
@@ -120,25 +97,19 @@ class ElementwiseRecurrence(FadingRecurrence):
 
         return sum_of_lags(one, band, rows, tokens)
 
-    def _tree_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[BandFactors]:
-        batch, _, heads, _ = self.shape
-        row = left.expand(self.shape)[:, rows.start : rows.stop, :, 0]  # (B, R, H)
-        columns = {lag: x.expand(self.shape)[:, : rows.stop, :, 0] for lag, x in band.items()}
-        decay = self.decay[:, : rows.stop]
-        zero = decay.new_zeros(1, 1, 1).expand_as(decay)
-        scratch = Scratch(decay)
+    def _blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[Block]:
+        row, none = left.expand(self.shape)[..., 0], self.decay.new_zeros(1, 1, 1, 1)
+        lags = range(min(band), max(band) + 1)
+        factors = [band.get(lag, none).expand(self.shape)[..., 0] for lag in lags]
+        width = block_width(self.shape.batch, rows, self.device)
+        for start in range(0, self.shape.heads, width):
+            heads = slice(start, start + width)
 
-        def copied(name: Hashable, x: Tensor) -> Tensor:  # the tree overwrites its factors
-            return scratch(name, *x.shape).copy_(x)
+            def columns(some: slice, heads: slice = heads) -> Columns:
+                # copies, which may be overwritten
+                return self.decay[:, some, heads], [x[:, some, heads].clone() for x in factors]
 
-        size = max(TREE_LEAST, at_a_time(TREE_ELEMENTS, decay.device) // (batch * rows.stop))
-        for start in range(0, heads, size):
-            part = slice(start, min(start + size, heads))
-            v = [
-                copied(lag, columns.get(lag, zero)[:, :, part])
-                for lag in range(min(band), max(band) + 1)
-            ]
-            yield copied("decay", decay[:, :, part]), copied("row", row[:, :, part]), v
+            yield Block(lambda some, heads=heads: row[:, some, heads], columns)
 
 
 class WKV(Sum):

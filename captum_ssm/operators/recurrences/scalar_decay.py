@@ -16,11 +16,10 @@ from torch import Tensor
 from ..base import Operator, Role, Shape
 from ..kernels.arithmetic import doubled, exponential, with_graphs
 from ..kernels.bands import shift_tokens
-from ..kernels.chunk_tree import decay_matrices, sums_over_groups
 from ..kernels.chunks import Chunk, in_chunks
-from ..kernels.pivot_tree import semiseparable_strip
 from ..kernels.portions import vectors_of_heads
 from ..kernels.rows import slices
+from ..kernels.triangle import Block, Columns, decay_matrices, semiseparable_strip, sums_over_groups
 from ..kernels.within_chunk import Decays
 from .base import ChunkedHeads
 
@@ -171,11 +170,13 @@ class ScalarDecayHeads(ChunkedHeads):
         right = right if self.scale is None else right * self.scale
         out = self._zeros(batch, len(rows), rows.stop)
         for group, heads in enumerate(self._groups()):
-            decay = exponential(self.log_decay[:, : rows.stop, heads])
-            row, column = left[:, rows.start : rows.stop, heads], right[:, : rows.stop, heads]
-            # copies: the tree overwrites its factors
-            u, v = (x.clone(memory_format=torch.contiguous_format) for x in (row, column))
-            strip = semiseparable_strip([(decay, u, [v])], batch, tokens, rows)
+            decay, row, column = (x[..., heads] for x in (exponential(self.log_decay), left, right))
+
+            def columns(some: slice, a: Tensor = decay, v: Tensor = column) -> Columns:
+                return a[:, some], [v[:, some]]
+
+            block = Block(lambda some, u=row: u[:, some], columns)
+            strip = semiseparable_strip([block], batch, tokens, rows)
             q, k = self.query[:, :, group], self.key[:, :, group].mT
             for part in slices(rows, _ROWS):  # columns after them are zero
                 some, columns = slice(part.start - rows.start, part.stop - rows.start), part.stop
@@ -219,4 +220,5 @@ class ScalarDecayHeads(ChunkedHeads):
             rights = [right * self.scale[..., None] for right in rights]
         out = self._zeros(len(rights), self.shape.batch, len(rows), rows.stop)
         decay = exponential(self.log_decay)
-        return sums_over_groups(decay, self.query, self.key, left, rights, out)
+        some = slice(rows.start, rows.stop)
+        return sums_over_groups(decay, self.query[:, some], self.key, left[:, some], rights, out)

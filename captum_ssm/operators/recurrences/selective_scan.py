@@ -6,14 +6,15 @@ so that alpha[i, j] = sum over n of C[i, n] exp(A[n] sum of dt[j+1..i]) dt[j] B[
 (hidden-attention paper, eqs. 14 and 17).
 
 Read ``__init__``, ``tensors``, ``select`` and ``at`` first; the other methods are fast algorithms.
-``apply`` and ``transpose`` are in :mod:`.base` and call ``_run``.  Strips of rows are computed from
-``cut``, ``reads``, ``writes``, ``entering``, ``fades`` and ``by_memory``, which ``Fading`` in
-``kernels.pivot_strip`` documents.
+``apply`` and ``transpose`` are in :mod:`.base` and call ``_run``.  Rows are computed from the
+factors that ``_blocks`` yields.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,8 +23,6 @@ from ..base import Pull, Role, Shape
 from ..kernels import fused_scan
 from ..kernels.arithmetic import BINARY, Scratch, with_graphs
 from ..kernels.bands import Band
-from ..kernels.pivot_strip import Fades, from_pivot
-from ..kernels.pivot_tree import BandFactors, semiseparable_strip
 from ..kernels.portions import (
     Heads,
     at_a_time,
@@ -35,7 +34,8 @@ from ..kernels.portions import (
 from ..kernels.rows import Strip
 from ..kernels.scan_backward import selective_scan
 from ..kernels.token_loop import ScanSteps
-from .base import TREE_ELEMENTS, TREE_LEAST, FadingRecurrence
+from ..kernels.triangle import Block, Columns, block_width, semiseparable_strip
+from .base import FadingRecurrence
 
 #: Largest numbers of tokens, and of elements of states, that the loop over tokens computes
 #: together: states and decays, 2 MiB each in float32, then stay in a CPU's cache.
@@ -98,10 +98,6 @@ class SelectiveScan(FadingRecurrence):
         dt = some_heads(self.dt, heads)
         return SelectiveScan(dt, self.a[chosen], b, c, self.component)
 
-    def cut(self, tokens: slice) -> SelectiveScan:
-        dt, b, c = (x[:, tokens] for x in (self.dt, self.b, self.c))
-        return SelectiveScan(dt, self.a, b, c, self.component)
-
     def at(self, coefficients: Mapping[str, Tensor]) -> SelectiveScan:
         named = {**self.tensors(), **coefficients}
         return SelectiveScan(named["dt"], self.a, named["B"], named["C"], self.component)
@@ -158,27 +154,6 @@ class SelectiveScan(FadingRecurrence):
 
         return fused_scan.run(self.dt, self.a, b, c, x, transposed=False)[..., None], pull
 
-    # --- reads, writes, carry --------------------------------------------------------------
-
-    def reads(self, tokens: slice, heads: Heads) -> Tensor:
-        return vectors_of_heads(self.c[:, tokens], self.shape.heads, heads).mT
-
-    def writes(self, tokens: slice, heads: Heads) -> Tensor:
-        return vectors_of_heads(self.b[:, tokens], self.shape.heads, heads).mT
-
-    def entering(self, values: Tensor) -> Tensor:
-        return self.dt * values
-
-    def fades(self, token: int, tokens: int, heads: Heads) -> Fades:
-        # products of fades are exponentials of the steps' sums
-        elapsed = from_pivot(gather_heads(self.dt[:, :tokens], heads), token, product=False)
-        elapsed = elapsed.to(self.dt)
-        rate = (BINARY * self.a[heads].T).contiguous()  # (N, H)
-        return lambda part: (elapsed[:, part, None] * rate).exp2_()
-
-    def by_memory(self, tokens: slice) -> Tensor:
-        return (self.dt[:, tokens].sum((0, 1)) * self.a.sum(1)).argsort()
-
     # --- the map and its adjoint -----------------------------------------------------------
 
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
@@ -196,78 +171,75 @@ class SelectiveScan(FadingRecurrence):
     # --- its matrices ----------------------------------------------------------------------
 
     def _by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
-        """Return :meth:`entries` per head, (B, H, R, W).
+        """Return :meth:`entries` per head, (B, H, R, W); each head is an example with N channels."""
+        heads, tokens = self.shape.heads, self.shape.tokens
+        b, c = (vectors_of_heads(x, heads).transpose(1, 2) for x in (self.b, self.c))
+        dt = self.dt.transpose(1, 2)[..., None]  # (B, H, L, 1)
+        lags, none = _lags(band), dt.new_zeros(1, 1, 1, 1)
+        row = left.expand(self.shape).transpose(1, 2)
+        factors = [band.get(lag, none).expand(self.shape).transpose(1, 2) for lag in lags]
+        rate = BINARY * self.a[:, None]
 
-        The tree gets each head as an example of its own, with its N states as channels, and a
-        column factor for each lag from the least to the largest, zero for lags without a band.
-        """
-        heads, until = self.shape.heads, slice(rows.stop)
-        b, c = (vectors_of_heads(x[:, until], heads).transpose(1, 2) for x in (self.b, self.c))
-        dt = self.dt[:, until].transpose(1, 2)[..., None]  # (B, H, L, 1)
-        keys, none = dt * b, dt.new_zeros(1, 1, 1, 1)
-        factors = (band.get(lag, none).expand(self.shape)[:, until] for lag in _lags(band))
-        columns = [(x.transpose(1, 2) * keys).flatten(0, 1) for x in factors]  # (B H, L, N)
-        decay = (dt * (BINARY * self.a[:, None])).exp2_().flatten(0, 1)  # exp(dt A)
-        u = (left.expand(self.shape)[:, until].transpose(1, 2) * c)[:, :, rows.start :]
-        examples, tokens = len(decay), self.shape.tokens
-        blocks = [(decay, u.flatten(0, 1), columns)]
-        strip = semiseparable_strip(blocks, examples, tokens, rows, min(band))
+        def columns(some: slice) -> Columns:
+            keys = dt[:, :, some] * b[:, :, some]
+            decay = (dt[:, :, some] * rate).exp2_().flatten(0, 1)  # (B H, T, N)
+            return decay, [(x[:, :, some] * keys).flatten(0, 1) for x in factors]
+
+        block = Block(lambda some: (row[:, :, some] * c[:, :, some]).flatten(0, 1), columns)
+        strip = semiseparable_strip([block], self.shape.batch * heads, tokens, rows, lags)
         return strip._replace(entries=torch.unflatten(strip.entries, 0, (-1, heads)))
 
-    def _tree_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[BandFactors]:
+    def _blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[Block]:
         heads, states = self.a.shape
-        batch, some, until = self.shape.batch, slice(rows.start, rows.stop), slice(rows.stop)
-        row = left.expand(self.shape)[:, some, :, 0]  # (B, R, H)
-        columns = {lag: x.expand(self.shape)[:, until, :, 0] for lag, x in band.items()}
-        scratch = Scratch(self.dt)
-        order = self.by_memory(until) if rows.stop >= _ORDERED else None
-        for place, groups in _blocks(heads, states, batch * rows.stop, self.device):
-            part, width = place if order is None else order[place], place.stop - place.start
-            # contiguous, because a factor common to all channels would be multiplied one by one
-            dt = gather_heads(self.dt[:, until], part, scratch("dt", batch, rows.stop, width))
-            row_part = gather_heads(row, part, scratch("row", batch, len(rows), width))
-            sent = {
-                lag: gather_heads(x, part, scratch(("sent", lag), *dt.shape)).mul_(dt)
-                for lag, x in columns.items()
-            }
-            b, c = (
-                vectors_of_heads(x, heads, part).mT for x in (self.b, self.c)
-            )  # (B, L, N, 1 or h)
+        until, lags, scratch = slice(rows.stop), _lags(band), Scratch(self.dt)
+        row = left.expand(self.shape)[:, until, :, 0]
+        factors = {lag: x.expand(self.shape)[:, until, :, 0] for lag, x in band.items()}
+        order = None
+        if rows.stop >= _ORDERED:  # heads that forget alike form a block
+            order = (self.dt[:, until].sum((0, 1)) * self.a.sum(1)).argsort()
+        width = block_width(self.shape.batch, rows, self.device)
+        for place, groups in _groups(heads, states, width, self.device):
+            part = place if order is None else order[place]
+
+            def gathered(name: Hashable, x: Tensor, heads: Heads = part) -> Tensor:
+                # contiguous, because a factor common to all channels would be multiplied one by one
+                return gather_heads(x, heads, scratch(name, *x.shape[:2], place.stop - place.start))
+
+            dt, own = gathered("dt", self.dt[:, until]), gathered("row", row)
+            sent = {lag: gathered(("sent", lag), x).mul_(dt) for lag, x in factors.items()}
+            b, c = (vectors_of_heads(x, heads, part).mT for x in (self.b, self.c))
             for chosen in groups:
                 rate = (BINARY * self.a[part, chosen].T).contiguous()  # (n, h)
-                count = rate.numel()
-                decay = scratch("decay", batch, rows.stop, count)  # a column is a head and a state
-                u = scratch("u", batch, len(rows), count)
-                v = [scratch(("v", lag), *decay.shape) for lag in _lags(band)]
-                _outer(dt, rate, decay).exp2_()
-                _outer(row_part, c[:, some, chosen], u)
-                for lag, factor in zip(_lags(band), v, strict=True):
-                    if lag in sent:
-                        _outer(sent[lag], b[:, until, chosen], factor)
-                    else:
-                        factor.zero_()
-                yield decay, u, v
+                outer = partial(_outer, scratch)
+
+                def rows_of(some: slice, c=c[:, :, chosen], own=own, outer=outer):
+                    return outer("u", own[:, some], c[:, some])
+
+                def columns(some: slice, b=b[:, :, chosen], rate=rate, dt=dt, sent=sent):
+                    decay = _outer(scratch, "decay", dt[:, some], rate).exp2_()
+                    none = b.new_zeros(1, 1, 1, 1)
+                    return decay, [
+                        _outer(scratch, ("v", lag), sent[lag][:, some], b[:, some])
+                        if lag in sent
+                        else scratch(("v", lag), *decay.shape).zero_()
+                        for lag in lags
+                    ]
+
+                yield Block(rows_of, columns)
 
 
-def _outer(channels: Tensor, states: Tensor, out: Tensor) -> Tensor:
-    """Write channels[b, t, h] states[..., n, h] to ``out`` (B, T, n h), and return ``out``."""
-    count = channels.shape[-1]
-    torch.mul(channels[:, :, None], states, out=torch.unflatten(out, -1, (-1, count)))
-    return out
+def _outer(scratch: Scratch, name: Hashable, channels: Tensor, states: Tensor) -> Tensor:
+    """Return channels[b, t, h] states[..., n, h] as (B, T, n h)."""
+    batch, tokens, heads = channels.shape
+    out = scratch(name, batch, tokens, states.shape[-2] * heads)
+    return torch.mul(channels[:, :, None], states, out=torch.unflatten(out, -1, (-1, heads))).flatten(2)
 
 
-def _blocks(
-    heads: int, states: int, tokens: int, device: torch.device
+def _groups(
+    heads: int, states: int, width: int, device: torch.device
 ) -> Iterator[tuple[slice, list[slice]]]:
-    """Yield a slice of heads and slices of states; each pair of slices is a block of the tree.
-
-    Args:
-        heads, states: number of heads and of states.
-        tokens: number of rows of a factor, that is, tokens of all examples.
-        device: device of the factors.
-    """
+    """Yield a slice of heads and slices of states; each pair of slices is a block of ``width``."""
     # number of columns of a factor, each a head and a state, that fit into memory and cache
-    width = max(TREE_LEAST, at_a_time(TREE_ELEMENTS, device) // tokens)
     width = min(at_a_time(_TREE_MOST, device), width)
     each = evenly(heads, width)
     some = min(states, max(1, width // each))

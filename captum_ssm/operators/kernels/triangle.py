@@ -1,0 +1,446 @@
+"""Matrices of recurrences by one tree, whole or as strips of neighboring rows.
+
+For two neighboring runs of tokens, with reads and writes as in :class:`.Chunk`,
+
+    alpha[second, first] = second.reads . transposed first.writes
+
+is a submatrix (tile) of rank N.  The two runs together are one longer run, whose reads and writes
+are computed from the two runs' reads and writes.  Joining chunks in pairs, level by level,
+expresses all tiles of a matrix as products of two thin factors.
+
+The rows of a strip depend on earlier tokens only through the state before the first row.  So the
+tree joins the chunks of the rows alone.  The rows' reads are then carried back chunk by chunk, and
+multiplied by each earlier chunk's writes.
+
+The map of every diagonal recurrence is such a matrix,
+
+    M[i, j] = sum over k of U[i, k] (product of A[t, k] over j < t <= i) V[j, k]
+
+Its factors contain only products of decays, no quotients and no exponentials of differences of
+cumulative sums, hence no overflow and no cancellation.  Channels whose decays are strong make
+entries far from the diagonal smaller than rounding, and these are not computed.
+
+A banded matrix on the right is included.  With factors V[lag] that token t receives from token
+t - lag, lags first .. last, token j + last completes the writing of token j, which then decays like
+any state.  Column j of the product is column j + last of a matrix M, whose factors are a few steps
+of the recurrence.  The few entries before that are single products.
+
+:takes: the chunks of some tokens, and row and column factors (B, H, L, P); or blocks of K channels:
+    decays A between 0 and 1, row factors U, and column factors V for each lag (B, T, K).
+:gives: the matrix of every head (B, H, L, L), or R neighboring rows of the sum over heads or
+    channels (B, R, W).
+:cost: R (L - R / 2) N multiplications with additions for the entries of R rows of a head's matrix,
+    and R N log(R / T) + R N L / T to join chunks; or N times as many if a carry is a matrix.
+:literature: Chandrasekaran, Gu and Pals, A Fast ULV Decomposition Solver for Hierarchically
+    Semiseparable Representations, 2006, where carries are called translation operators; Vandebril,
+    Van Barel and Mastronardi, Matrix Computations and Semiseparable Matrices, volume 1, 2008.
+:naive version: ``kernels.semiseparable``, ``kernels.banded_semiseparable``
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .chunks import CHUNK, Chunk, ChunkOf, in_chunks, runs_of_chunks
+from .portions import at_a_time
+from .rows import Strip
+from .truths import are_noted
+from .within_chunk import Decays, decayed_grams
+
+#: Largest number of elements of tiles computed together (1 MiB in float32).
+_TILE_ELEMENTS = 2**18
+
+
+class Tile(NamedTuple):
+    """A submatrix of every head, on the diagonal or as a product of two thin factors.
+
+    Attributes:
+        rows: slice of the rows, counted from the first row of the strip.
+        columns: slice of the columns.
+        reads: the rows' factors (B, H, R, N), or the submatrix itself (B, H, R, R).
+        writes: the columns' factors (B, H, W, N); None if ``reads`` is the submatrix.
+    """
+
+    rows: slice
+    columns: slice
+    reads: Tensor
+    writes: Tensor | None
+
+    def of(self, heads: slice) -> Tensor:
+        """Return the submatrices of some heads."""
+        reads = self.reads[:, heads]
+        return reads if self.writes is None else reads @ self.writes[:, heads].mT
+
+
+#: The tokens of a chunk, its writes (B, H, T, N), and its carry (B, H, N, N or 1) or (B, H, 1, 1).
+Earlier = tuple[slice, Tensor, Tensor]
+
+
+def tiles_of(chunk_of: ChunkOf, rows: range, each: int) -> Iterator[Tile]:
+    """Yield the tiles of a strip of rows.
+
+    Args:
+        chunk_of: function that computes the chunks of some tokens.
+        rows: indices of the rows.
+        each: number of heads per token, over all examples: B * H.
+    """
+
+    def chunks(tokens: range) -> list[slice]:
+        return list(runs_of_chunks(tokens, CHUNK, each))
+
+    def earlier() -> Iterator[Earlier]:
+        for part in reversed(chunks(range(rows.start))):
+            chunk = by_head(chunk_of(part, CHUNK))
+            at, _ = _single(chunk)
+            yield from zip(at[::-1], chunk.writes.unbind(2)[::-1], chunk.carry.unbind(2)[::-1], strict=True)
+
+    return tiles([by_head(chunk_of(part, CHUNK)) for part in chunks(rows)], earlier())
+
+
+def tiles(
+    chunks: Sequence[Chunk], earlier: Iterable[Earlier] | None = None, near: float = math.inf
+) -> Iterator[Tile]:
+    """Yield the tiles of a strip: its diagonal, the tree's tiles, then those of earlier columns.
+
+    Args:
+        chunks: neighboring chunks of the strip's rows, with reads and writes per head; overwritten.
+        earlier: the chunks before the rows, from the last to the first. Default: None, there are
+            none.
+        near: number of tokens after which every state is below rounding. Default: infinite.
+    """
+    start, spans = chunks[0].tokens.start, list[tuple[slice, Tensor]]()
+    for chunk in chunks:
+        for at, within, carry in zip(*_single(chunk), chunk.carry.unbind(2), strict=True):
+            yield Tile(_less(at, start), at, within, None)
+            spans.append((at, carry))
+    reads, writes = _factors([c.reads for c in chunks]), _factors([c.writes for c in chunks])
+    while len(spans) > 1:
+        joined = []
+        for (first, before), (second, after) in zip(spans[::2], spans[1::2], strict=False):
+            rows, columns, length = second, first, first.stop - first.start
+            if length >= near:  # entries of tokens further from the pair's border are below rounding
+                rows = slice(rows.start, min(rows.stop, rows.start + int(near)))
+                columns = slice(columns.stop - int(near), columns.stop)
+            read, written = reads[..., _less(rows, start), :], writes[..., _less(columns, start), :]
+            yield Tile(_less(rows, start), columns, read, written)
+            if length < near and (earlier is not None or len(spans) > 2):
+                _times_carry(read, before)
+            if length < near and len(spans) > 2:
+                _times_carry(written, after if after.shape[-1] == 1 else after.mT)
+            joined.append((slice(first.start, second.stop), _product(after, before)))
+        spans = joined + spans[2 * len(joined) :]
+    reads = reads[:, :, : int(min(near, reads.shape[2]))]
+    for at, written, carry in earlier or ():
+        yield Tile(slice(0, reads.shape[2]), at, reads, written)
+        _times_carry(reads, carry)
+
+
+def _factors(parts: list[Tensor]) -> Tensor:
+    """Return factors (B, H, C, T, N) of several parts as one tensor (B, H, L, N)."""
+    each = [x.flatten(2, 3) for x in parts]
+    return torch.cat(each, 2) if len(each) > 1 else each[0]
+
+
+def by_head(chunk: Chunk) -> Chunk:
+    """Return the chunk with reads and writes per head (B, H, C, T, N).
+
+    The G groups of heads may share reads and writes (B, G, C, T, N). What differs between the heads
+    of a group are the factors ``faded`` (B, H, C, T, 1): decays since the chunk's start (of reads)
+    and until its end (of writes). They are multiplied into reads and writes.
+    """
+    if chunk.faded is None:
+        return chunk
+    heads = chunk.within.shape[1]
+    reads, writes = (
+        x.repeat_interleave(heads // x.shape[1], 1) * factor
+        for x, factor in zip((chunk.reads, chunk.writes), chunk.faded, strict=True)
+    )
+    return chunk._replace(reads=reads, writes=writes, faded=None)
+
+
+def weigh(chunk: Chunk, left: Tensor, right: Tensor) -> Chunk:
+    """Return the chunk with rows times ``left`` and columns times ``right``, both (B, H, L, 1)."""
+    left, right = (
+        torch.unflatten(x[:, :, chunk.tokens], 2, chunk.within.shape[2:4]) for x in (left, right)
+    )
+    within = chunk.within * left * right.mT
+    return chunk._replace(within=within, reads=left * chunk.reads, writes=right * chunk.writes)
+
+
+def _single(chunk: Chunk) -> tuple[list[slice], tuple[Tensor, ...]]:
+    """Return the tokens of each single chunk, and its matrix (B, H, T, T)."""
+    length, begin = chunk.within.shape[-1], chunk.tokens.start
+    within = chunk.within.unbind(2)
+    return [slice(begin + i * length, begin + (i + 1) * length) for i in range(len(within))], within
+
+
+def _less(tokens: slice, by: int) -> slice:
+    """Return the slice ``tokens`` with ``by`` subtracted from its start and its stop."""
+    return slice(tokens.start - by, tokens.stop - by)
+
+
+def _times_carry(x: Tensor, carry: Tensor) -> None:
+    """Write x @ carry to ``x`` (B, H, T, N); a carry (..., N, 1) is the diagonal of a matrix."""
+    if carry.shape[-1] == 1:
+        x.mul_(carry.mT)
+    else:
+        x.copy_(x @ carry)
+
+
+def _product(after: Tensor, before: Tensor) -> Tensor:
+    return after * before if after.shape[-1] == 1 else after @ before
+
+
+# --- sums of tiles -----------------------------------------------------------------------------
+
+
+def assemble(found: Iterable[Tile], out: Tensor) -> Tensor:
+    """Write the matrix of every head into ``out`` (B, H, L, L), which is zero, and return it."""
+    for tile in found:
+        out[..., tile.rows, tile.columns] = tile.of(slice(None))
+    return out
+
+
+def sum_over_heads(found: Iterable[Tile], out: Tensor) -> Tensor:
+    """Add rows of the sum of all heads' matrices to ``out`` (B, R, W), and return it."""
+    for tile in found:
+        into = out[:, tile.rows, tile.columns]
+        if tile.writes is None:
+            into += tile.reads.sum(1)
+        elif tile.writes.shape[1] == 1:
+            into.baddbmm_(tile.reads[:, 0], tile.writes[:, 0].mT)
+        else:
+            for total, read, written in zip(into, tile.reads, tile.writes, strict=True):
+                total.addbmm_(read, written.mT)
+    return out
+
+
+def sums_over_channels(
+    found: Iterable[Tile], left: Tensor, rights: Sequence[Tensor], out: Tensor
+) -> Tensor:
+    """Sum left[i, c] alpha_c[i, j] right[j, c] over channels, for R rows i.
+
+    Args:
+        found: the tiles of the rows.
+        left: factors of the rows (B, H, R, P).
+        rights: column factors, one tensor (B, H, L, P) for each sum.
+        out: zeros, (B, R, W) for each of the sums; written to and returned.
+    """
+    for tile in found:
+        into = out[..., tile.rows, tile.columns]
+        # few heads at a time: their tiles stay in the cache
+        size = max(1, at_a_time(_TILE_ELEMENTS, into.device) // into[0].numel())
+        for first in range(0, left.shape[1], size):
+            some = slice(first, first + size)
+            row, matrices = left[:, some, tile.rows], tile.of(some)
+            for total, right in zip(into, rights, strict=True):
+                total += (row @ right[:, some, tile.columns].mT).mul_(matrices).sum(1)
+    return out
+
+
+def decay_tiles(decay: Tensor, rows: range) -> Iterator[Tile]:
+    """Yield the tiles of alpha[i, j] = product of decay[t] over j < t <= i, for decays (B, L, H).
+
+    Above the diagonal the matrices contain arbitrary values of at most 1. Do not write to them.
+    """
+
+    def chunk(part: slice, length: int) -> Chunk:
+        products = Decays(in_chunks(decay[:, part, :, None], length).squeeze(-1))
+        return Chunk(part, products.between, products.since, products.until, products.total)
+
+    return tiles_of(chunk, rows, decay.shape[0] * decay.shape[2])
+
+
+def decay_matrices(decay: Tensor) -> Tensor:
+    """Return matrices (B, H, L, L): the product of decay[j+1..i] for j <= i, and 0 for j > i."""
+    batch, tokens, heads = decay.shape
+    out = decay.new_zeros(batch, heads, tokens, tokens)
+    return assemble(decay_tiles(decay, range(tokens)), out).tril_()
+
+
+def sums_over_groups(
+    decay: Tensor, query: Tensor, key: Tensor, left: Tensor, rights: Sequence[Tensor], out: Tensor
+) -> Tensor:
+    """Compute :func:`sums_over_channels` of alpha[i, j] = q[i] . k[j] times decays over j+1..i.
+
+    The heads of a group share q and k, so q[i] . k[j] multiplies one sum over all channels of the
+    group.  For a tile between two chunks this sum is one matrix product of decayed factors.
+
+    Args:
+        decay: decay of each token and head (B, L, H).
+        query: queries of each group, for the rows (B, R, G, N).
+        key: keys of each group (B, L, G, N).
+        left: factors of the rows (B, R, H, P).
+        rights: column factors, one tensor (B, L, H, P) for each sum.
+        out: zeros, (B, R, L) for each of the sums; written to and returned.
+    """
+    groups, tokens, height = query.shape[2], *out.shape[:1:-1]
+
+    def channels(x: Tensor, factor: Tensor) -> Tensor:
+        """Return ``x`` (B, T, H, P) times factors (B, H, T, 1), by group (B, G, T, H P / G)."""
+        faded = torch.unflatten(x * factor.transpose(1, 2), 2, (groups, -1))
+        return faded.flatten(3).transpose(1, 2)
+
+    for tile in decay_tiles(decay, range(tokens - height, tokens)):
+        some, columns, row = tile.rows, tile.columns, left[:, tile.rows]
+        grams = query[:, some].transpose(1, 2) @ key[:, columns].permute(0, 2, 3, 1)
+        if tile.writes is None:
+            grams.tril_()  # above the diagonal, the decays within a chunk are arbitrary numbers
+            row = row.transpose(1, 2)
+        else:
+            row = channels(row, tile.reads)
+        for total, right in zip(out, rights, strict=True):
+            if tile.writes is None:
+                found = (row @ right[:, columns].permute(0, 2, 3, 1)).mul_(tile.reads)
+                sums = torch.unflatten(found, 1, (groups, -1)).sum(2)
+            else:
+                sums = row @ channels(right[:, columns], tile.writes).mT
+            for of_channels, gram in zip(sums.unbind(1), grams.unbind(1), strict=True):
+                total[:, some, columns].addcmul_(of_channels, gram)
+    return out
+
+
+# --- diagonal recurrences, with a band on the right --------------------------------------------
+
+#: Number of tokens of a chunk of these recurrences.
+_CHUNK = 128
+#: Largest number of tokens before the rows whose factors are computed together.
+EARLIER = 512
+#: Number of tokens in each run of :func:`_decays_after`.
+_RUN = 32
+#: Smallest number of tokens for which reading from a GPU whether states are forgotten saves time.
+_LONG = 4096
+
+
+#: Largest number of elements of one factor of a block of channels (1 MiB in float32).
+_FACTOR_ELEMENTS = 2**18
+#: Smallest number of channels of a block, because smaller products are slow.
+_LEAST = 128
+#: Decays A (B, T, K), and column factors V (B, T, K) for each of some neighboring lags, ascending.
+Columns = tuple[Tensor, Sequence[Tensor]]
+
+
+def block_width(batch: int, rows: range, device: torch.device) -> int:
+    """Return the number of channels of a block, for a strip of rows of ``batch`` examples."""
+    tokens = batch * max(len(rows), min(EARLIER, rows.stop))
+    return max(_LEAST, at_a_time(_FACTOR_ELEMENTS, device) // tokens)
+
+
+class Block(NamedTuple):
+    """Some channels of a diagonal recurrence.
+
+    Attributes:
+        rows: function that returns the row factors U (B, T, K) of a slice of tokens.
+        columns: function that returns decays and column factors of a slice of tokens; with several
+            lags, the column factors are overwritten.
+    """
+
+    rows: Callable[[slice], Tensor]
+    columns: Callable[[slice], Columns]
+
+    def written(self, tokens: range, lags: int) -> tuple[Tensor, list[Tensor]]:
+        """Return decays, and for each of ``lags`` lags what is written until that lag, (B, T, K)."""
+        begin = max(0, tokens.start - lags + 1)
+        decay, columns = self.columns(slice(begin, tokens.stop))
+        for sooner, later in pairwise(columns):
+            later[:, 1:].addcmul_(decay[:, 1:], sooner[:, :-1])
+        here = slice(tokens.start - begin, None)
+        return decay[:, here], [column[:, here] for column in columns]
+
+    def earlier(self, until: int, lags: int) -> Iterator[Earlier]:
+        """Yield chunks of the tokens before ``until``, until no channel remembers an earlier one."""
+        gone: float | Tensor = 1.0
+        for stop in range(until, 0, -EARLIER):
+            part = range(max(0, stop - EARLIER), stop)
+            decay, columns = self.written(part, lags)
+            after, total = _decays_after(decay)
+            gone = total * gone
+            yield slice(part.start, stop), after.mul_(columns[-1])[:, None], total[:, None].mT
+            if bool(gone.amax() <= forgotten(gone.dtype)):
+                return
+
+
+def semiseparable_strip(
+    blocks: Iterable[Block], batch: int, tokens: int, rows: range, lags: range = range(1)
+) -> Strip:
+    """Return rows of M times a banded matrix, summed over all blocks of channels.
+
+    Args:
+        blocks: yields the blocks of channels, at least one.
+        batch: number of examples, B.
+        tokens: number of tokens, L.
+        rows: neighboring rows, ascending; at least one.
+        lags: neighboring lags of the column factors, ascending. Default: 0 alone.
+    """
+    out: Tensor | None = None
+    for block in blocks:
+        u = block.rows(slice(rows.start, rows.stop))
+        if out is None:
+            out = u.new_zeros(batch, len(rows), rows.stop + len(lags) - 1)
+        decay, columns = block.written(rows, len(lags))
+        for place, column in enumerate(columns[-2::-1], rows.start + 1):
+            out.diagonal(place, 1, 2)[:] += (u * column).sum(-1)
+        chunks = [_chunk(decay, u, columns[-1], part, rows.start) for part in _parts(rows)]
+        totals = chunks[0].carry  # of whole chunks, if there are any
+        near = math.inf
+        if len(rows) > 2 * _CHUNK and (len(rows) >= _LONG or not are_noted(decay)):
+            near = _window(totals, _CHUNK)
+        earlier = block.earlier(rows.start, len(lags)) if rows.start else None
+        sum_over_heads(tiles(chunks, earlier, near), out)
+    if out is None:
+        raise ValueError("blocks is empty. Pass at least one block of factors (decays, U, V).")
+    return Strip(out, rows, range(out.shape[-1])).moved(0, -lags[-1], tokens)
+
+
+def _parts(rows: range) -> list[range]:
+    """Split rows into those of whole chunks, and the rows of a shorter last chunk."""
+    whole = rows.stop - len(rows) % _CHUNK
+    return [x for x in (range(rows.start, whole), range(whole, rows.stop)) if x]
+
+
+def _chunk(decay: Tensor, u: Tensor, v: Tensor, tokens: range, start: int) -> Chunk:
+    """Return the chunks of some rows, with factors (B, R, K), as one head (B, 1, C, T, K)."""
+    part = slice(tokens.start - start, tokens.stop - start)
+    a, x, y = (in_chunks(t[:, part, None], _CHUNK) for t in (decay, u, v))
+    (within,), (reads,), writes, total = decayed_grams(a, [x], y)
+    return Chunk(slice(tokens.start, tokens.stop), within, reads, writes, total.mT)
+
+
+def _decays_after(decay: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the product of the decays after each token (B, T, K), and of all (B, 1, K).
+
+    A loop over the positions in a run computes all runs in parallel; then each run is multiplied by
+    the runs after it.
+    """
+    tokens = decay.shape[1]
+    runs = torch.unflatten(F.pad(decay, (0, 0, 0, -tokens % _RUN), value=1.0), 1, (-1, _RUN))
+    out = torch.ones_like(runs)
+    for i in range(_RUN - 1, 0, -1):
+        torch.mul(out[:, :, i], runs[:, :, i], out=out[:, :, i - 1])
+    totals = out[:, :, 0] * runs[:, :, 0]
+    for i in range(runs.shape[1] - 1, 0, -1):
+        out[:, i - 1] *= totals[:, i, None]
+        totals[:, i - 1] *= totals[:, i]
+    return out.flatten(1, 2)[:, :tokens], totals[:, :1]
+
+
+def _window(totals: Tensor, span: int) -> float:
+    """Return after how many tokens a state is below rounding, given decays of ``span`` tokens."""
+    most = float(totals.amax())
+    if most >= 1:
+        return math.inf
+    if most <= 0:
+        return span
+    return max(span, math.ceil(span * math.log(forgotten(totals.dtype)) / math.log(most)))
+
+
+def forgotten(dtype: torch.dtype) -> float:
+    """Return the product of decays below which a state is smaller than rounding."""
+    return torch.finfo(dtype).eps / 16
