@@ -99,7 +99,9 @@ def tiles_of(chunk_of: ChunkOf, rows: range, each: int) -> Iterator[Tile]:
         for part in reversed(chunks(range(rows.start))):
             chunk = by_head(chunk_of(part, CHUNK))
             at, _ = _single(chunk)
-            yield from zip(at[::-1], chunk.writes.unbind(2)[::-1], chunk.carry.unbind(2)[::-1], strict=True)
+            yield from zip(
+                at[::-1], chunk.writes.unbind(2)[::-1], chunk.carry.unbind(2)[::-1], strict=True
+            )
 
     return tiles([by_head(chunk_of(part, CHUNK)) for part in chunks(rows)], earlier())
 
@@ -125,7 +127,9 @@ def tiles(
         joined = []
         for (first, before), (second, after) in zip(spans[::2], spans[1::2], strict=False):
             rows, columns, length = second, first, first.stop - first.start
-            if length >= near:  # entries of tokens further from the pair's border are below rounding
+            if (
+                length >= near
+            ):  # entries of tokens further from the pair's border are below rounding
                 rows = slice(rows.start, min(rows.stop, rows.start + int(near)))
                 columns = slice(columns.stop - int(near), columns.stop)
             read, written = reads[..., _less(rows, start), :], writes[..., _less(columns, start), :]
@@ -213,8 +217,8 @@ def sum_over_heads(found: Iterable[Tile], out: Tensor) -> Tensor:
     for tile in found:
         into = out[:, tile.rows, tile.columns]
         if tile.writes is None:
-            into += tile.reads.sum(1)
-        elif tile.writes.shape[1] == 1:
+            into += tile.reads[:, 0] if tile.reads.shape[1] == 1 else tile.reads.sum(1)
+        elif tile.reads.shape[1] == 1:
             into.baddbmm_(tile.reads[:, 0], tile.writes[:, 0].mT)
         else:
             for total, read, written in zip(into, tile.reads, tile.writes, strict=True):
@@ -319,12 +323,10 @@ _RUN = 32
 _LONG = 4096
 
 
-#: Largest number of elements of one factor of a block of channels (1 MiB in float32).
-_FACTOR_ELEMENTS = 2**18
+#: Largest number of elements of one factor of a block of channels (2 MiB in float32).
+_FACTOR_ELEMENTS = 2**19
 #: Smallest number of channels of a block, because smaller products are slow.
-_LEAST = 128
-#: Decays A (B, T, K), and column factors V (B, T, K) for each of some neighboring lags, ascending.
-Columns = tuple[Tensor, Sequence[Tensor]]
+_LEAST = 256
 
 
 def block_width(batch: int, rows: range, device: torch.device) -> int:
@@ -334,35 +336,44 @@ def block_width(batch: int, rows: range, device: torch.device) -> int:
 
 
 class Block(NamedTuple):
-    """Some channels of a diagonal recurrence.
+    """Some channels of a diagonal recurrence: row factors, and functions of a slice of tokens.
 
     Attributes:
-        rows: function that returns the row factors U (B, T, K) of a slice of tokens.
-        columns: function that returns decays and column factors of a slice of tokens; with several
-            lags, the column factors are overwritten.
+        rows: function that returns the row factors U (B, R, K), which are overwritten.
+        columns: function that returns the column factors V (B, T, K) for each of some neighboring
+            lags, ascending; they are overwritten.
+        decays: function that returns the decays A (B, T, K).
+        after: function that returns the products of the decays after each token (B, T, K). Default:
+            None, they are computed from ``decays``.
     """
 
-    rows: Callable[[slice], Tensor]
-    columns: Callable[[slice], Columns]
+    rows: Callable[[], Tensor]
+    columns: Callable[[slice], Sequence[Tensor]]
+    decays: Callable[[slice], Tensor]
+    after: Callable[[slice], Tensor] | None = None
 
-    def written(self, tokens: range, lags: int) -> tuple[Tensor, list[Tensor]]:
-        """Return decays, and for each of ``lags`` lags what is written until that lag, (B, T, K)."""
-        begin = max(0, tokens.start - lags + 1)
-        decay, columns = self.columns(slice(begin, tokens.stop))
-        for sooner, later in pairwise(columns):
-            later[:, 1:].addcmul_(decay[:, 1:], sooner[:, :-1])
-        here = slice(tokens.start - begin, None)
-        return decay[:, here], [column[:, here] for column in columns]
+    def earlier(self, until: int, reach: int) -> Iterator[Earlier]:
+        """Yield chunks of the tokens before ``until``, until no channel remembers an earlier one.
 
-    def earlier(self, until: int, lags: int) -> Iterator[Earlier]:
-        """Yield chunks of the tokens before ``until``, until no channel remembers an earlier one."""
-        gone: float | Tensor = 1.0
+        Args:
+            until: the first token that is not yielded.
+            reach: number of tokens from a column's first write to its last.
+        """
+        gone: Tensor | None = None
         for stop in range(until, 0, -EARLIER):
-            part = range(max(0, stop - EARLIER), stop)
-            decay, columns = self.written(part, lags)
-            after, total = _decays_after(decay)
-            gone = total * gone
-            yield slice(part.start, stop), after.mul_(columns[-1])[:, None], total[:, None].mT
+            start = max(0, stop - EARLIER)
+            begin = max(0, start - max(1, reach))
+            some = slice(begin, stop)
+            after = _decays_after(self.decays(some)) if self.after is None else self.after(some)
+            # the product of all decays; there is no token before token 0
+            total = after[:, max(0, start - begin - 1), :, None]
+            *others, writes = (x.mul_(after) for x in self.columns(some))
+            writes = writes[:, start - begin :]
+            for back, key in enumerate(reversed(others), 1):
+                first = min(stop, max(start, begin + back))
+                writes[:, first - start :] += key[:, first - back - begin : stop - back - begin]
+            yield slice(start, stop), writes[:, None], total[:, None]
+            gone = total if gone is None else gone * total
             if bool(gone.amax() <= forgotten(gone.dtype)):
                 return
 
@@ -379,20 +390,23 @@ def semiseparable_strip(
         rows: neighboring rows, ascending; at least one.
         lags: neighboring lags of the column factors, ascending. Default: 0 alone.
     """
-    out: Tensor | None = None
+    out, reach = None, len(lags) - 1
     for block in blocks:
-        u = block.rows(slice(rows.start, rows.stop))
+        u = block.rows()
         if out is None:
-            out = u.new_zeros(batch, len(rows), rows.stop + len(lags) - 1)
-        decay, columns = block.written(rows, len(lags))
+            out = u.new_zeros(batch, len(rows), rows.stop + reach)
+        begin = max(0, rows.start - reach)
+        columns, decay = (f(slice(begin, rows.stop)) for f in (block.columns, block.decays))
+        for sooner, later in pairwise(columns):
+            later[:, 1:].addcmul_(decay[:, 1:], sooner[:, :-1])
+        decay, *columns = (x[:, rows.start - begin :] for x in (decay, *columns))
         for place, column in enumerate(columns[-2::-1], rows.start + 1):
             out.diagonal(place, 1, 2)[:] += (u * column).sum(-1)
         chunks = [_chunk(decay, u, columns[-1], part, rows.start) for part in _parts(rows)]
-        totals = chunks[0].carry  # of whole chunks, if there are any
         near = math.inf
         if len(rows) > 2 * _CHUNK and (len(rows) >= _LONG or not are_noted(decay)):
-            near = _window(totals, _CHUNK)
-        earlier = block.earlier(rows.start, len(lags)) if rows.start else None
+            near = _window(chunks[0].carry, _CHUNK)
+        earlier = block.earlier(rows.start, reach) if rows.start else None
         sum_over_heads(tiles(chunks, earlier, near), out)
     if out is None:
         raise ValueError("blocks is empty. Pass at least one block of factors (decays, U, V).")
@@ -413,22 +427,24 @@ def _chunk(decay: Tensor, u: Tensor, v: Tensor, tokens: range, start: int) -> Ch
     return Chunk(slice(tokens.start, tokens.stop), within, reads, writes, total.mT)
 
 
-def _decays_after(decay: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the product of the decays after each token (B, T, K), and of all (B, 1, K).
+def _decays_after(decay: Tensor) -> Tensor:
+    """Return the product of the decays after each token (B, T, K).
 
     A loop over the positions in a run computes all runs in parallel; then each run is multiplied by
     the runs after it.
     """
     tokens = decay.shape[1]
     runs = torch.unflatten(F.pad(decay, (0, 0, 0, -tokens % _RUN), value=1.0), 1, (-1, _RUN))
-    out = torch.ones_like(runs)
+    out = torch.empty_like(runs)
+    out[:, :, -1] = 1
     for i in range(_RUN - 1, 0, -1):
         torch.mul(out[:, :, i], runs[:, :, i], out=out[:, :, i - 1])
-    totals = out[:, :, 0] * runs[:, :, 0]
-    for i in range(runs.shape[1] - 1, 0, -1):
-        out[:, i - 1] *= totals[:, i, None]
-        totals[:, i - 1] *= totals[:, i]
-    return out.flatten(1, 2)[:, :tokens], totals[:, :1]
+    later = runs[:, -1, 0] * out[:, -1, 0]
+    for i in range(runs.shape[1] - 2, -1, -1):
+        total = out[:, i, 0] * runs[:, i, 0]
+        out[:, i] *= later[:, None]
+        later = later * total
+    return out.flatten(1, 2)[:, :tokens]
 
 
 def _window(totals: Tensor, span: int) -> float:

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 import torch
@@ -21,7 +21,6 @@ from ..conv import ShortConv
 from ..diagonal import Diagonal
 from ..kernels import fused_fading
 from ..kernels.arithmetic import (
-    Scratch,
     doubled,
     exponential_,
     fading_log_sums,
@@ -33,7 +32,7 @@ from ..kernels.bands import Band, shift_tokens
 from ..kernels.odd_even import FadingSteps
 from ..kernels.portions import parts
 from ..kernels.rows import Strip, sum_of_lags
-from ..kernels.triangle import Block, Columns, block_width, decay_matrices
+from ..kernels.triangle import Block, block_width, decay_matrices
 from .base import FadingRecurrence
 
 #: Largest number of tokens mapped together.
@@ -98,18 +97,21 @@ class ElementwiseRecurrence(FadingRecurrence):
         return sum_of_lags(one, band, rows, tokens)
 
     def _blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[Block]:
-        row, none = left.expand(self.shape)[..., 0], self.decay.new_zeros(1, 1, 1, 1)
+        row, none = (
+            left.expand(self.shape)[:, rows.start : rows.stop, :, 0],
+            self._zeros(1, 1, 1, 1),
+        )
         lags = range(min(band), max(band) + 1)
         factors = [band.get(lag, none).expand(self.shape)[..., 0] for lag in lags]
         width = block_width(self.shape.batch, rows, self.device)
         for start in range(0, self.shape.heads, width):
             heads = slice(start, start + width)
 
-            def columns(some: slice, heads: slice = heads) -> Columns:
-                # copies, which may be overwritten
-                return self.decay[:, some, heads], [x[:, some, heads].clone() for x in factors]
-
-            yield Block(lambda some, heads=heads: row[:, some, heads], columns)
+            yield Block(
+                lambda heads=heads: row[..., heads].clone(),
+                lambda some, heads=heads: [x[:, some, heads].clone() for x in factors],
+                lambda some, heads=heads: self.decay[:, some, heads],
+            )
 
 
 class WKV(Sum):

@@ -12,19 +12,17 @@ factors that ``_blocks`` yields.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from ..base import Pull, Role, Shape
 from ..kernels import fused_scan
-from ..kernels.arithmetic import BINARY, Scratch, with_graphs
+from ..kernels.arithmetic import BINARY, Scratch, doubled, with_graphs
 from ..kernels.bands import Band
 from ..kernels.portions import (
-    Heads,
     at_a_time,
     evenly,
     gather_heads,
@@ -34,7 +32,7 @@ from ..kernels.portions import (
 from ..kernels.rows import Strip
 from ..kernels.scan_backward import selective_scan
 from ..kernels.token_loop import ScanSteps
-from ..kernels.triangle import Block, Columns, block_width, semiseparable_strip
+from ..kernels.triangle import Block, block_width, semiseparable_strip
 from .base import FadingRecurrence
 
 #: Largest numbers of tokens, and of elements of states, that the loop over tokens computes
@@ -171,7 +169,7 @@ class SelectiveScan(FadingRecurrence):
     # --- its matrices ----------------------------------------------------------------------
 
     def _by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
-        """Return :meth:`entries` per head, (B, H, R, W); each head is an example with N channels."""
+        """Return :meth:`entries` per head (B, H, R, W); each is an example with N channels."""
         heads, tokens = self.shape.heads, self.shape.tokens
         b, c = (vectors_of_heads(x, heads).transpose(1, 2) for x in (self.b, self.c))
         dt = self.dt.transpose(1, 2)[..., None]  # (B, H, L, 1)
@@ -180,59 +178,86 @@ class SelectiveScan(FadingRecurrence):
         factors = [band.get(lag, none).expand(self.shape).transpose(1, 2) for lag in lags]
         rate = BINARY * self.a[:, None]
 
-        def columns(some: slice) -> Columns:
+        def columns(some: slice) -> list[Tensor]:
             keys = dt[:, :, some] * b[:, :, some]
-            decay = (dt[:, :, some] * rate).exp2_().flatten(0, 1)  # (B H, T, N)
-            return decay, [(x[:, :, some] * keys).flatten(0, 1) for x in factors]
+            return [(x[:, :, some] * keys).flatten(0, 1) for x in factors]  # (B H, T, N)
 
-        block = Block(lambda some: (row[:, :, some] * c[:, :, some]).flatten(0, 1), columns)
+        block = Block(
+            lambda: (row * c)[:, :, rows.start : rows.stop].flatten(0, 1),
+            columns,
+            lambda some: (dt[:, :, some] * rate).exp2_().flatten(0, 1),
+        )
         strip = semiseparable_strip([block], self.shape.batch * heads, tokens, rows, lags)
         return strip._replace(entries=torch.unflatten(strip.entries, 0, (-1, heads)))
 
     def _blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[Block]:
         heads, states = self.a.shape
-        until, lags, scratch = slice(rows.stop), _lags(band), Scratch(self.dt)
-        row = left.expand(self.shape)[:, until, :, 0]
-        factors = {lag: x.expand(self.shape)[:, until, :, 0] for lag, x in band.items()}
+        own, until, scratch = slice(rows.start, rows.stop), slice(rows.stop), Scratch(self.dt)
+        none = self.dt.new_zeros(1, 1, 1, 1)
+        given = [self.dt[:, until], left.expand(self.shape)[:, own, :, 0]]
+        for lag in _lags(band):
+            given.append(band.get(lag, none).expand(self.shape)[:, until, :, 0])
         order = None
         if rows.stop >= _ORDERED:  # heads that forget alike form a block
-            order = (self.dt[:, until].sum((0, 1)) * self.a.sum(1)).argsort()
+            order = (given[0].sum((0, 1)) * self.a.sum(1)).argsort()
         width = block_width(self.shape.batch, rows, self.device)
         for place, groups in _groups(heads, states, width, self.device):
-            part = place if order is None else order[place]
-
-            def gathered(name: Hashable, x: Tensor, heads: Heads = part) -> Tensor:
-                # contiguous, because a factor common to all channels would be multiplied one by one
-                return gather_heads(x, heads, scratch(name, *x.shape[:2], place.stop - place.start))
-
-            dt, own = gathered("dt", self.dt[:, until]), gathered("row", row)
-            sent = {lag: gathered(("sent", lag), x).mul_(dt) for lag, x in factors.items()}
-            b, c = (vectors_of_heads(x, heads, part).mT for x in (self.b, self.c))
-            for chosen in groups:
-                rate = (BINARY * self.a[part, chosen].T).contiguous()  # (n, h)
+            part, count = place if order is None else order[place], place.stop - place.start
+            # contiguous, because a factor common to all channels would be multiplied one by one
+            dt, row, *columns = (
+                gather_heads(x, part, scratch(("of heads", i), *x.shape[:2], count))
+                for i, x in enumerate(given)
+            )
+            columns = [x.mul_(dt) for x in columns]
+            pair = self.b[:, until], self.c[:, own]
+            b, c = (vectors_of_heads(x, heads, part).mT for x in pair)  # (B, T, N, 1 or h)
+            elapsed = cache(partial(_elapsed, dt))
+            for some in groups:
+                rate = (BINARY * self.a[part, some].T).contiguous()  # (n, h)
                 outer = partial(_outer, scratch)
+                yield _block(outer, row, columns, dt, elapsed, rate, b[:, :, some], c[:, :, some])
 
-                def rows_of(some: slice, c=c[:, :, chosen], own=own, outer=outer):
-                    return outer("u", own[:, some], c[:, some])
 
-                def columns(some: slice, b=b[:, :, chosen], rate=rate, dt=dt, sent=sent):
-                    decay = _outer(scratch, "decay", dt[:, some], rate).exp2_()
-                    none = b.new_zeros(1, 1, 1, 1)
-                    return decay, [
-                        _outer(scratch, ("v", lag), sent[lag][:, some], b[:, some])
-                        if lag in sent
-                        else scratch(("v", lag), *decay.shape).zero_()
-                        for lag in lags
-                    ]
+def _block(
+    outer: Callable[[Hashable, Tensor, Tensor], Tensor],
+    row: Tensor,
+    columns: Sequence[Tensor],
+    dt: Tensor,
+    elapsed: Callable[[int, int], Tensor],
+    rate: Tensor,
+    b: Tensor,
+    c: Tensor,
+) -> Block:
+    """Return some heads and states as a block, whose channels are pairs of them.
 
-                yield Block(rows_of, columns)
+    Args:
+        outer: :func:`_outer` with memory for its results.
+        row: row factors of the heads (B, R, h).
+        columns: column factors of the heads times step sizes, for each lag (B, L, h).
+        dt: the heads' step sizes (B, L, h).
+        elapsed: function that returns :func:`_elapsed` of tokens ``start`` to ``stop``.
+        rate: exponents of the decays per step size (n, h).
+        b: input vectors of the heads and states (B, L, n, 1 or h).
+        c: output vectors of the rows (B, R, n, 1 or h).
+    """
+    return Block(
+        lambda: outer("row", row, c),
+        lambda some: [outer(i, x[:, some], b[:, some]) for i, x in enumerate(columns)],
+        lambda some: outer("decay", dt[:, some], rate).exp2_(),
+        lambda some: outer("decay", elapsed(some.start, some.stop), rate).exp2_(),
+    )
+
+
+def _elapsed(dt: Tensor, start: int, stop: int) -> Tensor:
+    """Return the sum of the step sizes after each token of a slice, (B, T, h)."""
+    sums = doubled(dt[:, start:stop].mT).cumsum(-1)
+    return (sums[..., -1:] - sums).to(dt).mT.contiguous()
 
 
 def _outer(scratch: Scratch, name: Hashable, channels: Tensor, states: Tensor) -> Tensor:
     """Return channels[b, t, h] states[..., n, h] as (B, T, n h)."""
-    batch, tokens, heads = channels.shape
-    out = scratch(name, batch, tokens, states.shape[-2] * heads)
-    return torch.mul(channels[:, :, None], states, out=torch.unflatten(out, -1, (-1, heads))).flatten(2)
+    out = scratch(name, *channels.shape[:2], *states.shape[-2:-1], channels.shape[2])
+    return torch.mul(channels[:, :, None], states, out=out).flatten(2)
 
 
 def _groups(
