@@ -2,29 +2,21 @@
 
 The kernel that each recurrence uses for each operation, on a CPU:
 
-=====================  ===============  ===============  ==============  ======================
-class                  maps, adjoints   strips           matrices        gradients
-=====================  ===============  ===============  ==============  ======================
-ElementwiseRecurrence  odd_even         pivot_tree,      chunk_tree      odd_even
-                                        pivot_strip
-SelectiveScan          token_loop       pivot_tree,      pivot_tree      scan_backward
-                                        pivot_strip
-ScalarDecayHeads       chunks,          chunk_tree,      chunk_tree      chunks,
-                       within_chunk     pivot_tree                       within_chunk
-VectorDecayHeads       chunks,          chunk_tree,      chunk_tree,     attention_backward
-                       within_chunk,    chunks,          chunks,
-                       odd_even         within_chunk,    within_chunk
-                                        pivot_tree,
-                                        pivot_strip
-DeltaRule              chunks,          chunk_tree,      chunk_tree,     chunks,
-                       ut_transform     chunks,          chunks,         ut_transform,
-                                        ut_transform     ut_transform    attention_backward
-=====================  ===============  ===============  ==============  ======================
+=====================  =========================  ==============  ==============================
+class                  maps, adjoints             matrices        gradients
+=====================  =========================  ==============  ==============================
+ElementwiseRecurrence  odd_even                   triangle        odd_even
+SelectiveScan          token_loop                 triangle        scan_backward
+ScalarDecayHeads       chunks, within_chunk       triangle        chunks, within_chunk
+VectorDecayHeads       chunks, within_chunk,      triangle        attention_backward
+                       odd_even
+DeltaRule              chunks, ut_transform       triangle        chunks, ut_transform,
+                                                                  attention_backward
+=====================  =========================  ==============  ==============================
 
-Matrices are per head; gradients are with respect to coefficients and values.  A row at one position
-is the adjoint of a unit vector.  VectorDecayHeads uses odd_even for few vectors.  Strips of
-ScalarDecayHeads and VectorDecayHeads use pivot_tree if the factors are equal for all channels of a
-head, and chunk_tree otherwise.
+Gradients are with respect to coefficients and values.  A row at one position is the adjoint of a
+unit vector.  VectorDecayHeads uses odd_even for few vectors.  triangle computes whole matrices and
+strips of rows, from the chunks of chunks, within_chunk and ut_transform.
 
 On a GPU a launch per token would cost more than the token's arithmetic.  There fused_scan replaces
 token_loop and scan_backward, and ElementwiseRecurrence uses fused_fading; both need Triton.  The
@@ -43,9 +35,7 @@ wide_products          float32 vectors times weights in half precision
 chunks                 the SSD algorithm of Mamba-2: matrices within chunks, states between
 within_chunk           prefix products by recursive doubling, and sums of such products
 ut_transform           the UT/WY transform of products of Householder-like updates
-chunk_tree             assembly of hierarchically semiseparable matrices from chunks
-pivot_tree             assembly of semiseparable matrices from blocks of low rank
-pivot_strip            rows of semiseparable matrices from the state at one token, the pivot
+triangle               assembly of (hierarchically) semiseparable matrices and their rows
 scan_backward          Mamba's scan with a backward that recomputes states chunk by chunk
 attention_backward     gradients of linear attention with a decay for each channel
 =====================  ====================================================================

@@ -92,18 +92,22 @@ def tiles_of(chunk_of: ChunkOf, rows: range, each: int) -> Iterator[Tile]:
         each: number of heads per token, over all examples: B * H.
     """
 
-    def chunks(tokens: range) -> list[slice]:
-        return list(runs_of_chunks(tokens, CHUNK, each))
+    def chunks(tokens: range) -> Iterator[Chunk]:
+        for part in reversed(list(runs_of_chunks(tokens, CHUNK, each))):
+            yield by_head(chunk_of(part, CHUNK))
 
-    def earlier() -> Iterator[Earlier]:
-        for part in reversed(chunks(range(rows.start))):
-            chunk = by_head(chunk_of(part, CHUNK))
-            at, _ = _single(chunk)
-            yield from zip(
-                at[::-1], chunk.writes.unbind(2)[::-1], chunk.carry.unbind(2)[::-1], strict=True
-            )
+    own = [*chunks(rows)][::-1]
+    return tiles(own, map(_joined, chunks(range(rows.start))) if rows.start else None)
 
-    return tiles([by_head(chunk_of(part, CHUNK)) for part in chunks(rows)], earlier())
+
+def _joined(chunk: Chunk) -> Earlier:
+    """Return chunks as one chunk; the writes are overwritten."""
+    writes, carries = chunk.writes.unbind(2), chunk.carry.unbind(2)
+    carry = carries[-1]
+    for written, own in zip(writes[-2::-1], carries[-2::-1], strict=True):
+        _times_carry(written, carry if carry.shape[-1] == 1 else carry.mT)
+        carry = _product(carry, own)
+    return chunk.tokens, chunk.writes.flatten(2, 3), carry
 
 
 def tiles(
@@ -378,6 +382,13 @@ class Block(NamedTuple):
                 return
 
 
+def block_of(u: Tensor, columns: Sequence[Tensor], decay: Tensor) -> Block:
+    """Return a block from factors U (B, R, K), V (B, L, K) for each lag, and A (B, L, K)."""
+    return Block(
+        u.clone, lambda some: [v[:, some].clone() for v in columns], lambda some: decay[:, some]
+    )
+
+
 def semiseparable_strip(
     blocks: Iterable[Block], batch: int, tokens: int, rows: range, lags: range = range(1)
 ) -> Strip:
@@ -390,19 +401,21 @@ def semiseparable_strip(
         rows: neighboring rows, ascending; at least one.
         lags: neighboring lags of the column factors, ascending. Default: 0 alone.
     """
-    out, reach = None, len(lags) - 1
+    out: Tensor | None = None
+    reach = len(lags) - 1
     for block in blocks:
         u = block.rows()
         if out is None:
             out = u.new_zeros(batch, len(rows), rows.stop + reach)
         begin = max(0, rows.start - reach)
-        columns, decay = (f(slice(begin, rows.stop)) for f in (block.columns, block.decays))
+        some = slice(begin, rows.stop)
+        decay, columns = block.decays(some), block.columns(some)
         for sooner, later in pairwise(columns):
             later[:, 1:].addcmul_(decay[:, 1:], sooner[:, :-1])
         decay, *columns = (x[:, rows.start - begin :] for x in (decay, *columns))
         for place, column in enumerate(columns[-2::-1], rows.start + 1):
             out.diagonal(place, 1, 2)[:] += (u * column).sum(-1)
-        chunks = [_chunk(decay, u, columns[-1], part, rows.start) for part in _parts(rows)]
+        chunks = _chunks(decay, u, columns[-1], rows.start)
         near = math.inf
         if len(rows) > 2 * _CHUNK and (len(rows) >= _LONG or not are_noted(decay)):
             near = _window(chunks[0].carry, _CHUNK)
@@ -413,18 +426,18 @@ def semiseparable_strip(
     return Strip(out, rows, range(out.shape[-1])).moved(0, -lags[-1], tokens)
 
 
-def _parts(rows: range) -> list[range]:
-    """Split rows into those of whole chunks, and the rows of a shorter last chunk."""
-    whole = rows.stop - len(rows) % _CHUNK
-    return [x for x in (range(rows.start, whole), range(whole, rows.stop)) if x]
-
-
-def _chunk(decay: Tensor, u: Tensor, v: Tensor, tokens: range, start: int) -> Chunk:
-    """Return the chunks of some rows, with factors (B, R, K), as one head (B, 1, C, T, K)."""
-    part = slice(tokens.start - start, tokens.stop - start)
-    a, x, y = (in_chunks(t[:, part, None], _CHUNK) for t in (decay, u, v))
-    (within,), (reads,), writes, total = decayed_grams(a, [x], y)
-    return Chunk(slice(tokens.start, tokens.stop), within, reads, writes, total.mT)
+def _chunks(decay: Tensor, u: Tensor, v: Tensor, start: int) -> list[Chunk]:
+    """Return the chunks of rows from ``start`` on, with factors (B, R, K), as those of one head."""
+    height, found = u.shape[1], []
+    whole = height - height % _CHUNK  # the last chunk may be shorter
+    for part in (range(whole), range(whole, height)):
+        if part:
+            tensors = (x[:, part.start : part.stop, None] for x in (decay, u, v))
+            a, x, y = (in_chunks(t, _CHUNK) for t in tensors)  # (B, 1, C, T, K)
+            (within,), (reads,), writes, total = decayed_grams(a, [x], y)
+            tokens = slice(start + part.start, start + part.stop)
+            found.append(Chunk(tokens, within, reads, writes, total.mT))
+    return found
 
 
 def _decays_after(decay: Tensor) -> Tensor:

@@ -4,8 +4,7 @@
     M[i, j] = sum over k of U[i, k] (product of A[t, k] over j < t <= i) V[j, k],   j <= i
 
 Recursive doubling computes a product of 2 n factors from two known products of n factors.
-M uses the tree of :mod:`.pivot_tree`, here from leaves of a few tokens, for hundreds of short runs
-together instead of one long run.
+M is computed from runs of one token, which are joined in pairs, level by level.
 
 Every product is computed from factors that are at most one, never as a quotient of products or as
 an exponential of a difference of sums of logarithms.  So a decay may be exactly zero.
@@ -126,7 +125,7 @@ def decayed(log_decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decay
 def decayed_grams(decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decayed:
     """Return M for each of several row factors U and the same V, and the factors times decays.
 
-    Runs of 1, 2, 4, ... tokens are joined in pairs.  The factors are overwritten.
+    Runs of 1, 2, 4, ... tokens are joined in pairs.  U and V are overwritten.
 
     Args:
         decay: decays A (..., T, K), between 0 and 1.

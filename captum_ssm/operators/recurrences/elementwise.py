@@ -32,7 +32,7 @@ from ..kernels.bands import Band, shift_tokens
 from ..kernels.odd_even import FadingSteps
 from ..kernels.portions import parts
 from ..kernels.rows import Strip, sum_of_lags
-from ..kernels.triangle import Block, block_width, decay_matrices
+from ..kernels.triangle import Block, block_of, block_width, decay_matrices
 from .base import FadingRecurrence
 
 #: Largest number of tokens mapped together.
@@ -97,7 +97,7 @@ class ElementwiseRecurrence(FadingRecurrence):
         return sum_of_lags(one, band, rows, tokens)
 
     def _blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[Block]:
-        row, none = (
+        own, none = (
             left.expand(self.shape)[:, rows.start : rows.stop, :, 0],
             self._zeros(1, 1, 1, 1),
         )
@@ -105,13 +105,9 @@ class ElementwiseRecurrence(FadingRecurrence):
         factors = [band.get(lag, none).expand(self.shape)[..., 0] for lag in lags]
         width = block_width(self.shape.batch, rows, self.device)
         for start in range(0, self.shape.heads, width):
-            heads = slice(start, start + width)
-
-            yield Block(
-                lambda heads=heads: row[..., heads].clone(),
-                lambda some, heads=heads: [x[:, some, heads].clone() for x in factors],
-                lambda some, heads=heads: self.decay[:, some, heads],
-            )
+            some = slice(start, start + width)
+            row, decay, *columns = (x[..., some] for x in (own, self.decay, *factors))
+            yield block_of(row, columns, decay)
 
 
 class WKV(Sum):

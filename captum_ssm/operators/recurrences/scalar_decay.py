@@ -19,7 +19,7 @@ from ..kernels.bands import shift_tokens
 from ..kernels.chunks import Chunk, in_chunks
 from ..kernels.portions import vectors_of_heads
 from ..kernels.rows import slices
-from ..kernels.triangle import Block, decay_matrices, semiseparable_strip, sums_over_groups
+from ..kernels.triangle import block_of, decay_matrices, semiseparable_strip, sums_over_groups
 from ..kernels.within_chunk import Decays
 from .base import ChunkedHeads
 
@@ -171,11 +171,7 @@ class ScalarDecayHeads(ChunkedHeads):
         out = self._zeros(batch, len(rows), rows.stop)
         for group, heads in enumerate(self._groups()):
             decay, row, column = (x[..., heads] for x in (exponential(self.log_decay), left, right))
-            block = Block(
-                lambda u=row: u[:, rows.start : rows.stop].clone(),
-                lambda some, v=column: [v[:, some].clone()],
-                lambda some, a=decay: a[:, some],
-            )
+            block = block_of(row[:, rows.start : rows.stop], [column], decay)
             strip = semiseparable_strip([block], batch, tokens, rows)
             q, k = self.query[:, :, group], self.key[:, :, group].mT
             for part in slices(rows, _ROWS):  # columns after them are zero

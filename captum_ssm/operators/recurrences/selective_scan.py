@@ -96,6 +96,11 @@ class SelectiveScan(FadingRecurrence):
         dt = some_heads(self.dt, heads)
         return SelectiveScan(dt, self.a[chosen], b, c, self.component)
 
+    def cut(self, tokens: slice) -> SelectiveScan:
+        """Restrict the scan to neighboring tokens."""
+        dt, b, c = (x[:, tokens] for x in (self.dt, self.b, self.c))
+        return SelectiveScan(dt, self.a, b, c, self.component)
+
     def at(self, coefficients: Mapping[str, Tensor]) -> SelectiveScan:
         named = {**self.tensors(), **coefficients}
         return SelectiveScan(named["dt"], self.a, named["B"], named["C"], self.component)
