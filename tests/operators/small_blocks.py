@@ -24,7 +24,6 @@ _SIZES = {
     "ROWS": 3,
     "RUN": 2,
     "LEAST": 2,
-    "ORDERED": 2,
     "MOST": 4,
     "FEWEST": 1,
 }

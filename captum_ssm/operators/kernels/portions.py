@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ def parts(tokens: int, size: int, backwards: bool) -> Iterator[slice]:
 
 # --- heads -------------------------------------------------------------------------------------
 
-#: A slice of neighboring heads, or indices (h,) of any heads.
-Heads: TypeAlias = slice | Tensor
-
 
 def some_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
     """Select heads of ``x`` (B, L, H, ...); return a view if they are neighbors."""
@@ -34,15 +31,7 @@ def some_heads(x: Tensor, heads: Sequence[int]) -> Tensor:
     return x[:, :, list(heads)]
 
 
-def gather_heads(x: Tensor, heads: Heads, out: Tensor | None = None) -> Tensor:
-    """Select heads of ``x`` (B, T, H), without a copy where possible."""
-    if isinstance(heads, slice):
-        return x[:, :, heads] if out is None else out.copy_(x[:, :, heads])
-    # several times as fast as an index along the last dimension
-    return torch.gather(x, 2, heads.expand(*x.shape[:2], -1), out=out)
-
-
-def vectors_of_heads(x: Tensor, heads: int, part: Heads = slice(None)) -> Tensor:
+def vectors_of_heads(x: Tensor, heads: int, part: slice | Tensor = slice(None)) -> Tensor:
     """Return the vectors of some heads (B, L, h, N), or (B, L, 1, N) if all heads share them.
 
     Args:

@@ -461,13 +461,18 @@ def _decays_after(decay: Tensor) -> Tensor:
 
 
 def _window(totals: Tensor, span: int) -> float:
-    """Return after how many tokens a state is below rounding, given decays of ``span`` tokens."""
+    """Return after how many tokens a state is below rounding, a multiple of ``span``.
+
+    Args:
+        totals: products of the decays of ``span`` tokens each.
+        span: number of tokens.
+    """
     most = float(totals.amax())
     if most >= 1:
         return math.inf
     if most <= 0:
         return span
-    return max(span, math.ceil(span * math.log(forgotten(totals.dtype)) / math.log(most)))
+    return span * math.ceil(math.log(forgotten(totals.dtype)) / math.log(most))
 
 
 def forgotten(dtype: torch.dtype) -> float:

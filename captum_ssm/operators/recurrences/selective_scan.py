@@ -25,7 +25,6 @@ from ..kernels.bands import Band
 from ..kernels.portions import (
     at_a_time,
     evenly,
-    gather_heads,
     some_heads,
     vectors_of_heads,
 )
@@ -41,8 +40,6 @@ _SCAN_TOKENS = 32
 _SCAN_ELEMENTS = 2**19
 #: Smallest number of tokens computed together, so that copying the last state costs little.
 _SCAN_LEAST = 4
-#: Smallest number of tokens for which heads are sorted by how fast their states decay.
-_ORDERED = 1024
 #: Largest number of channels times states of a block of the tree, so that it fits into the cache.
 _TREE_MOST = 4096
 
@@ -202,15 +199,11 @@ class SelectiveScan(FadingRecurrence):
         given = [self.dt[:, until], left.expand(self.shape)[:, own, :, 0]]
         for lag in _lags(band):
             given.append(band.get(lag, none).expand(self.shape)[:, until, :, 0])
-        order = None
-        if rows.stop >= _ORDERED:  # heads that forget alike form a block
-            order = (given[0].sum((0, 1)) * self.a.sum(1)).argsort()
         width = block_width(self.shape.batch, rows, self.device)
-        for place, groups in _groups(heads, states, width, self.device):
-            part, count = place if order is None else order[place], place.stop - place.start
+        for part, groups in _groups(heads, states, width, self.device):
             # contiguous, because a factor common to all channels would be multiplied one by one
             dt, row, *columns = (
-                gather_heads(x, part, scratch(("of heads", i), *x.shape[:2], count))
+                scratch(("of heads", i), *x[..., part].shape).copy_(x[..., part])
                 for i, x in enumerate(given)
             )
             columns = [x.mul_(dt) for x in columns]

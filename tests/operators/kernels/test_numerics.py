@@ -14,13 +14,13 @@ from torch import Tensor
 from captum_ssm.attr.engine.selection import selection_factors
 from captum_ssm.attr.engine.states import terms_of
 from captum_ssm.operators import WKV, SelectiveScan, Shape
+from captum_ssm.operators.kernels import triangle
 from captum_ssm.operators.kernels.arithmetic import (
     exponential,
     fading_log_sums,
     fading_log_sums_at_once,
 )
 from captum_ssm.operators.kernels.odd_even import FadingSteps
-from captum_ssm.operators.kernels import triangle
 from captum_ssm.operators.kernels.truths import all_finite
 from captum_ssm.operators.kernels.within_chunk import decayed_grams
 
