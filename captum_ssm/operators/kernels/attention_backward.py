@@ -64,7 +64,9 @@ def gradients(
         q, k, v = (torch.stack(tuple(x), 2).detach() for x in (queries, keys, values))
         leaves = [x.requires_grad_() for x in (q, k, v, log_decay.detach())]
         out = attend(q, k, v, leaves[3], bonus)
-        found = torch.autograd.grad(out, leaves, torch.stack(tuple(outer), 2))
+        # of one token with a bonus, no output depends on its decays
+        up = torch.stack(tuple(outer), 2)
+        found = torch.autograd.grad(out, leaves, up, materialize_grads=True)
     of_queries, of_keys, of_values = (list(x.unbind(2)) for x in found[:3])
     return Gradients(of_queries, of_keys, of_values, found[3])
 

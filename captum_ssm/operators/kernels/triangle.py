@@ -58,7 +58,7 @@ from .within_chunk import Decays, decayed_grams
 _TILE_ELEMENTS = 2**18
 
 
-class Tile(NamedTuple):
+class Submatrix(NamedTuple):
     """A submatrix of every head, on the diagonal or as a product of two thin factors.
 
     Attributes:
@@ -83,7 +83,7 @@ class Tile(NamedTuple):
 Earlier = tuple[slice, Tensor, Tensor]
 
 
-def tiles_of(chunk_of: ChunkOf, rows: range, each: int) -> Iterator[Tile]:
+def tiles_of(chunk_of: ChunkOf, rows: range, each: int) -> Iterator[Submatrix]:
     """Yield the tiles of a strip of rows.
 
     Args:
@@ -112,7 +112,7 @@ def _joined(chunk: Chunk) -> Earlier:
 
 def tiles(
     chunks: Sequence[Chunk], earlier: Iterable[Earlier] | None = None, near: float = math.inf
-) -> Iterator[Tile]:
+) -> Iterator[Submatrix]:
     """Yield the tiles of a strip: its diagonal, the tree's tiles, then those of earlier columns.
 
     Args:
@@ -124,7 +124,7 @@ def tiles(
     start, spans = chunks[0].tokens.start, list[tuple[slice, Tensor]]()
     for chunk in chunks:
         for at, within, carry in zip(*_single(chunk), chunk.carry.unbind(2), strict=True):
-            yield Tile(_less(at, start), at, within, None)
+            yield Submatrix(_less(at, start), at, within, None)
             spans.append((at, carry))
     reads, writes = _factors([c.reads for c in chunks]), _factors([c.writes for c in chunks])
     while len(spans) > 1:
@@ -137,7 +137,7 @@ def tiles(
                 rows = slice(rows.start, min(rows.stop, rows.start + int(near)))
                 columns = slice(columns.stop - int(near), columns.stop)
             read, written = reads[..., _less(rows, start), :], writes[..., _less(columns, start), :]
-            yield Tile(_less(rows, start), columns, read, written)
+            yield Submatrix(_less(rows, start), columns, read, written)
             if length < near and (earlier is not None or len(spans) > 2):
                 _times_carry(read, before)
             if length < near and len(spans) > 2:
@@ -146,7 +146,7 @@ def tiles(
         spans = joined + spans[2 * len(joined) :]
     reads = reads[:, :, : int(min(near, reads.shape[2]))]
     for at, written, carry in earlier or ():
-        yield Tile(slice(0, reads.shape[2]), at, reads, written)
+        yield Submatrix(slice(0, reads.shape[2]), at, reads, written)
         _times_carry(reads, carry)
 
 
@@ -209,14 +209,14 @@ def _product(after: Tensor, before: Tensor) -> Tensor:
 # --- sums of tiles -----------------------------------------------------------------------------
 
 
-def assemble(found: Iterable[Tile], out: Tensor) -> Tensor:
+def assemble(found: Iterable[Submatrix], out: Tensor) -> Tensor:
     """Write the matrix of every head into ``out`` (B, H, L, L), which is zero, and return it."""
     for tile in found:
         out[..., tile.rows, tile.columns] = tile.of(slice(None))
     return out
 
 
-def sum_over_heads(found: Iterable[Tile], out: Tensor) -> Tensor:
+def sum_over_heads(found: Iterable[Submatrix], out: Tensor) -> Tensor:
     """Add rows of the sum of all heads' matrices to ``out`` (B, R, W), and return it."""
     for tile in found:
         into = out[:, tile.rows, tile.columns]
@@ -231,7 +231,7 @@ def sum_over_heads(found: Iterable[Tile], out: Tensor) -> Tensor:
 
 
 def sums_over_channels(
-    found: Iterable[Tile], left: Tensor, rights: Sequence[Tensor], out: Tensor
+    found: Iterable[Submatrix], left: Tensor, rights: Sequence[Tensor], out: Tensor
 ) -> Tensor:
     """Sum left[i, c] alpha_c[i, j] right[j, c] over channels, for R rows i.
 
@@ -253,7 +253,7 @@ def sums_over_channels(
     return out
 
 
-def decay_tiles(decay: Tensor, rows: range) -> Iterator[Tile]:
+def decay_tiles(decay: Tensor, rows: range) -> Iterator[Submatrix]:
     """Yield the tiles of alpha[i, j] = product of decay[t] over j < t <= i, for decays (B, L, H).
 
     Above the diagonal the matrices contain arbitrary values of at most 1. Do not write to them.

@@ -22,7 +22,7 @@ from ..kernels.portions import some_heads
 from ..kernels.rows import Strip, sum_of_lags, sum_strips
 from ..kernels.triangle import (
     Block,
-    Tile,
+    Submatrix,
     assemble,
     by_head,
     semiseparable_strip,
@@ -178,7 +178,7 @@ class ChunkedHeads(Recurrent, HeadOperator):
         row = left[:, :, rows.start : rows.stop]
         return sums_over_channels(self._tiles(rows), row, rights, out)
 
-    def _tiles(self, rows: range) -> Iterator[Tile]:
+    def _tiles(self, rows: range) -> Iterator[Submatrix]:
         """Yield the tiles of some rows of each head's matrix."""
         return tiles_of(self.chunk, rows, self.shape.batch * self.shape.heads)
 
