@@ -116,7 +116,7 @@ def estimate_memory(
         weights = sum(x.numel() * x.element_size() for x in each)
     # terms that are the same in all runs cannot be told apart, and need not be
     rows, row = ([run.terms(is_eager) for run in each] for each in (runs, [wanted]))
-    parts = torch.linalg.lstsq(_matrix(rows), _matrix([[peak] for peak in peaks])).solution
+    parts = torch.linalg.pinv(_matrix(rows), rtol=1e-9) @ _matrix([[peak] for peak in peaks])
     return Estimate(weights, int(_matrix(row) @ parts))
 
 
@@ -134,8 +134,8 @@ class _Run:
         if self.tokens <= self.chunk:
             return [_Run(step * n, step * n) for n in (1, 2, 3)[: 2 + is_eager]]
         if self.chunk <= 2 * step:
-            return [_Run(self.chunk * n, self.chunk) for n in (2, 3)]
-        sizes = (2, 1), (3, 1), (4, 2), (6, 2), (6, 3)
+            return [_Run(self.chunk * n, self.chunk) for n in (3, 4)]
+        sizes = (3, 1), (4, 1), (6, 2), (8, 2), (9, 3)  # with chunks between the first and last
         return [_Run(step * n, step * m) for n, m in sizes[: 4 + is_eager]]
 
     def terms(self, is_eager: bool) -> list[float]:

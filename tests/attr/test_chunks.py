@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -133,6 +135,40 @@ def test_memory_is_that_of_a_chunk() -> None:
     with Live() as live:
         LatimFlow(model).attribute(some(1, 256), TARGET)
     assert peaks[2] <= 1.3 * peaks[0] and live.peak >= 5 * peaks[2], (peaks, live.peak)
+
+
+@pytest.mark.parametrize("room", [300, 0])
+def test_where_memory_runs_out_the_sequence_runs_in_chunks(room: int) -> None:
+    model, ids = make_model("mamba2"), some(1, 1100)
+
+    def fill(module: Any, args: tuple[Tensor, ...]) -> None:
+        if args[0].shape[1] > room and torch.is_grad_enabled():
+            raise torch.cuda.OutOfMemoryError("no room")
+
+    wanted = LatimFlow(model, chunk_tokens=275).attribute(ids, TARGET)
+    model.backbone.layers[0].register_forward_pre_hook(fill)
+    explain = partial(LatimFlow(model).attribute, ids, TARGET)
+    with pytest.warns(UserWarning, match=r"recompute=True|chunk_tokens=275") as said:
+        if room:
+            assert torch.equal(explain(), wanted)
+        else:
+            with pytest.raises(torch.cuda.OutOfMemoryError, match=r"no room\n.*captum-ssm estim"):
+                explain()
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize("rule", FAMILY)
+def test_no_cycle_keeps_a_run(rule: Rule) -> None:
+    model, ids = load_bundled()[0], some(1, 12)
+    for method in (LatimFlow(model, rule=rule), LatimFlow(model, rule=rule, chunk_tokens=6)):
+        method.attribute(ids, TARGET)
+        gc.collect()
+        gc.disable()
+        try:
+            method.attribute(ids, TARGET)
+            assert gc.collect() == 0
+        finally:
+            gc.enable()
 
 
 def test_a_cache_that_forgets_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

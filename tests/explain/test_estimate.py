@@ -32,29 +32,27 @@ def mamba() -> Any:
     return MambaConfig(vocab_size=19, hidden_size=24, num_hidden_layers=3, state_size=4)
 
 
-@pytest.mark.parametrize(("make", "recompute", "rule"), [
-    (mamba, False, "frozen"),
+@pytest.mark.parametrize(("make", "options", "rule"), [
+    (mamba, {}, "frozen"),
     *(pytest.param(*each, marks=pytest.mark.slow) for each in (
-        (mamba, True, "frozen"), (hybrid, False, "frozen"), (hybrid, True, "frozen"),
-        (mamba, False, "centered"), (hybrid, True, "centered"),
+        (mamba, {"recompute": True}, "frozen"), (hybrid, {}, "frozen"),
+        (hybrid, {"recompute": True}, "frozen"), (mamba, {}, "centered"),
+        (hybrid, {"recompute": True}, "centered"), (hybrid, {"chunk_tokens": 300}, "frozen"),
+        (hybrid, {"chunk_tokens": 100}, "balanced"), (mamba, {"chunk_tokens": 300}, "frozen"),
     )),
 ])  # fmt: skip
-def test_it_is_what_a_call_holds(make: Any, recompute: bool, rule: Any) -> None:
+def test_it_is_what_a_call_holds(make: Any, options: dict[str, Any], rule: Any) -> None:
     """Bytes of live tensors, of a length that is no multiple of the runs' own."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(make()).eval().requires_grad_(False)
     inputs = torch.randn(1, TOKENS, model.config.hidden_size)
-    explain = LatimFlow(
-        lambda x: model(inputs_embeds=x, logits_to_keep=1).logits,
-        model,
-        rule=rule,
-        recompute=recompute,
-    )
+    whole: Any = (lambda x: model(inputs_embeds=x, logits_to_keep=1).logits), model
+    given = (model,) if "chunk_tokens" in options else whole
     counted = Live()
     with counted:
-        explain.attribute(inputs, target=(-1, 0), verify=False)
-    found = estimate_memory(make(), TOKENS, rule=rule, recompute=recompute)
+        LatimFlow(*given, rule=rule, **options).attribute(inputs, target=(-1, 0), verify=False)
+    found = estimate_memory(make(), TOKENS, rule=rule, **options)
     assert abs(found.activations - counted.peak) <= 0.1 * counted.peak
     held = (*model.parameters(), *model.buffers())
     assert found.weights == sum(x.numel() * x.element_size() for x in held)
@@ -79,12 +77,11 @@ def test_eager_attention_grows_with_the_square() -> None:
 @pytest.mark.slow
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hybrid().save_pretrained(tmp_path)  # of a kind that no other package replaces
-    assert (
-        main(["estimate", str(tmp_path), "--tokens", "300", "--gpu", "1", "--dtype", "bfloat16"])
-        == 0
-    )
+    options = ("--tokens", "300", "--gpu", "1", "--dtype", "bfloat16", "--chunk-tokens", "100")
+    assert main(["estimate", str(tmp_path), *options]) == 0
     head, *rows, note = capsys.readouterr().out.splitlines()
-    assert head.split()[:3] == ["rule", "recompute", "weights"] and len(rows) == 4
+    assert head.split()[:3] == ["rule", "option", "weights"] and len(rows) == 6
+    assert [row.split()[1] for row in rows[:3]] == ["none", "recompute=True", "chunk_tokens=100"]
     assert all(row.endswith("yes") for row in rows) and note.startswith("For one example")
     assert main(["estimate", "no-such-model", "--tokens", "300"]) == 1
     assert "neither a folder, a file nor a bundled model" in capsys.readouterr().err
