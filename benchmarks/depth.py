@@ -60,28 +60,25 @@ def row(family: str, rule: str, how: int, layers: int, tokens: int, in_chunks: b
     """Measure one call; ``how`` is ``chunk_tokens``, 0 for None, or ``recompute``."""
     torch.set_num_threads(1)
     model = models.build(family, layers)
-    chunk = {"chunk_tokens": how or None} if in_chunks else {}
-    recompute = bool(how) and not in_chunks
-    explain = LatimFlow(model, rule=rule, recompute=recompute, **chunk)  # type: ignore[arg-type]
+    way = {"chunk_tokens": how or None} if in_chunks else {"recompute": bool(how)}
+    explain = LatimFlow(model, rule=rule, **way)  # type: ignore[arg-type]
     target = models.target(family)
     explain.attribute(models.example(family, 32), target)
     ids = models.example(family, tokens)
     cost = measure(lambda: explain.attribute(ids, target, return_convergence_delta=True)[1])
-    found = {"layers": layers, "tokens": tokens, "peak MiB": cost.mebibytes}
-    delta = float(cost.result.abs().max())
-    if in_chunks:
-        found = {"model": family, "rule": rule, **chunk, **found}
-        return {**found, "seconds": cost.seconds, "delta": delta}
-    estimate = estimate_memory(model.config, tokens, rule=rule, recompute=recompute)
+    estimate = estimate_memory(model.config, tokens, rule=rule, **way)  # type: ignore[arg-type]
+    streams = {} if in_chunks else {"streams MiB": layers * tokens * models.WIDTH * 4 / 2**20}
     return {
         "model": family,
         "rule": rule,
-        "recompute": recompute,
-        **found,
+        **way,
+        "layers": layers,
+        "tokens": tokens,
+        "peak MiB": cost.mebibytes,
         "estimate MiB": estimate.activations / 2**20,
-        "streams MiB": layers * tokens * models.WIDTH * 4 / 2**20,
+        **streams,
         "seconds": cost.seconds,
-        "delta": delta,
+        "delta": float(cost.result.abs().max()),
     }
 
 
