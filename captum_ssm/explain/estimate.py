@@ -132,7 +132,8 @@ class _Run:
         if self.tokens <= 2 * step:
             return [self]
         if self.tokens <= self.chunk:
-            return [_Run(step * n, step * n) for n in (1, 2, 3)[: 2 + is_eager]]
+            counts = [max(step, 2 * _STEP) * n for n in (1, 2, 3)[: 2 + is_eager]]
+            return [_Run(count, count) for count in counts]
         if self.chunk <= 2 * step:
             return [_Run(self.chunk * n, self.chunk) for n in (3, 4)]
         sizes = (3, 1), (4, 1), (6, 2), (8, 2), (9, 3)  # with chunks between the first and last
