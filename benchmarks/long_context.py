@@ -78,8 +78,8 @@ def main() -> None:
             for length, cost in zip(lengths, costs, strict=True)
         ]
     del costs
-    errors = {}
-    if options.model == "Mamba":
+    errors, is_mamba = {}, options.model == "Mamba"
+    if is_mamba:
         print("float64", file=sys.stderr, flush=True)
         errors = against_float64(model, inputs[1], found)
     for row in rows:
@@ -88,8 +88,7 @@ def main() -> None:
     if options.out is not None:
         shown = [{name: x for name, x in row.items() if name != "finite"} for row in rows]
         write(options.out / "long_context.csv", shown)
-    linear = options.model == "Mamba"
-    if not all(passed(row, EXPONENT if linear else math.inf) for row in rows):
+    if not all(passed(row, EXPONENT if is_mamba else math.inf) for row in rows):
         raise SystemExit(1)
 
 

@@ -13,6 +13,7 @@ import copy
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -100,21 +101,18 @@ def estimate_memory(
         build = transformers.AutoModelForCausalLM.from_config if kind is None else kind._from_config
         model = build(config, dtype=dtype).eval()
         model.requires_grad_(False)
+        in_chunks = chunk_tokens is not None
+        forward_func = model if in_chunks else partial(_last_logits, model)
         peaks = []
         for run in runs:
-            if chunk_tokens is None:
-                explain = LatimFlow(
-                    lambda x: model(inputs_embeds=x, logits_to_keep=1).logits,
-                    model,
-                    rule=rule,
-                    recompute=recompute,
-                )
-            else:
-                explain = LatimFlow(model, rule=rule, recompute=recompute, chunk_tokens=run.chunk)
+            most = run.chunk if in_chunks else None
+            explain = LatimFlow(
+                forward_func, model, rule=rule, recompute=recompute, chunk_tokens=most
+            )
             peaks.append(_peak(explain, model, run.tokens))
         each = {id(x): x for x in (*model.parameters(), *model.buffers())}.values()
         weights = sum(x.numel() * x.element_size() for x in each)
-    # terms that are the same in all runs cannot be told apart, and need not be
+    # how equal terms share their memory does not change the result
     rows, row = ([run.terms(is_eager) for run in each] for each in (runs, [wanted]))
     parts = torch.linalg.pinv(_matrix(rows), rtol=1e-9) @ _matrix([[peak] for peak in peaks])
     return Estimate(weights, int(_matrix(row) @ parts))
@@ -146,6 +144,11 @@ class _Run:
         size = tokens / chunks
         squares = [size * tokens] if is_eager else []
         return [1.0, size, *squares, *([tokens, chunks] if chunks > 1 else [])]
+
+
+def _last_logits(model: nn.Module, embeddings: Tensor) -> Tensor:
+    logits: Tensor = model(inputs_embeds=embeddings, logits_to_keep=1).logits
+    return logits
 
 
 def _matrix(rows: Sequence[Sequence[float]]) -> Tensor:

@@ -238,7 +238,7 @@ class Linearizing(TorchFunctionMode):
         return found
 
     def cached(self, x: Tensor, name: str = "cache") -> Tensor:
-        """Return a copy of a cache's tensor, whose contribution is a constant with a name."""
+        """Return a copy of a constant, such as a cache's tensor, and record it under a name."""
         with unseen(), torch.enable_grad():
             if not x.is_floating_point():
                 return x.clone()

@@ -69,7 +69,7 @@ class _Number:
     at_logits: Tensor
 
 
-#: The number of tokens of a chunk whose logits are compared with those of a plain run.
+#: The number of tokens in a chunk at which logits are compared with the logits of a plain run.
 _COMPARED = 8
 
 

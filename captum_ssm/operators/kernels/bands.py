@@ -26,6 +26,11 @@ def shift_tokens(x: Tensor, lag: int) -> Tensor:
     return F.pad(kept, (0, 0, 0, 0, *padding))
 
 
+def lags_of(band: Band) -> range:
+    """Return all lags from a band's smallest lag to its largest."""
+    return range(min(band), max(band) + 1)
+
+
 def overlap(tokens: int, lag: int) -> tuple[slice, slice]:
     """Return slices of all t - lag and of all t for which both are in 0 .. tokens - 1."""
     count = max(0, tokens - abs(lag))

@@ -113,7 +113,7 @@ def _joined(chunk: Chunk) -> Earlier:
 def tiles(
     chunks: Sequence[Chunk], earlier: Iterable[Earlier] | None = None, near: float = math.inf
 ) -> Iterator[Submatrix]:
-    """Yield the tiles of a strip: its diagonal, the tree's tiles, then those of earlier columns.
+    """Yield a strip's tiles: on the diagonal, of the tree, then of earlier columns.
 
     Args:
         chunks: neighboring chunks of the strip's rows, with reads and writes per head; overwritten.
@@ -131,9 +131,8 @@ def tiles(
         joined = []
         for (first, before), (second, after) in zip(spans[::2], spans[1::2], strict=False):
             rows, columns, length = second, first, first.stop - first.start
-            if (
-                length >= near
-            ):  # entries of tokens further from the pair's border are below rounding
+            # entries of tokens further from the pair's border are below rounding
+            if length >= near:
                 rows = slice(rows.start, min(rows.stop, rows.start + int(near)))
                 columns = slice(columns.stop - int(near), columns.stop)
             read, written = reads[..., _less(rows, start), :], writes[..., _less(columns, start), :]
@@ -325,8 +324,6 @@ EARLIER = 512
 _RUN = 32
 #: Smallest number of tokens for which reading from a GPU whether states are forgotten saves time.
 _LONG = 4096
-
-
 #: Largest number of elements of one factor of a block of channels (2 MiB in float32).
 _FACTOR_ELEMENTS = 2**19
 #: Smallest number of channels of a block, because smaller products are slow.
@@ -427,7 +424,7 @@ def semiseparable_strip(
 
 
 def _chunks(decay: Tensor, u: Tensor, v: Tensor, start: int) -> list[Chunk]:
-    """Return the chunks of rows from ``start`` on, with factors (B, R, K), as those of one head."""
+    """Return the chunks of rows from ``start`` on as of one head, from factors (B, R, K)."""
     height, found = u.shape[1], []
     whole = height - height % _CHUNK  # the last chunk may be shorter
     for part in (range(whole), range(whole, height)):

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..base import Operator
 from ..heads import HeadOperator, common_to_channels
 from ..kernels.arithmetic import full_precision, linear_map, underflow_flushed
-from ..kernels.bands import Band
+from ..kernels.bands import Band, lags_of
 from ..kernels.chunks import Chunk, run_all
 from ..kernels.portions import some_heads
 from ..kernels.rows import Strip, sum_of_lags, sum_strips
@@ -104,8 +104,8 @@ class FadingRecurrence(Recurrent):
     few_rows = 4
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
-        first, last = min(band), max(band)
-        if last - first >= TREE_LAGS:
+        lags = lags_of(band)
+        if len(lags) > TREE_LAGS:
 
             def one(right: Tensor) -> Strip:
                 return self.entries(left, {0: right}, rows, by_head)
@@ -115,7 +115,7 @@ class FadingRecurrence(Recurrent):
             if by_head:
                 return self._by_head(left, band, rows)
             blocks, (batch, tokens, *_) = self._blocks(left, band, rows), self.shape
-            return semiseparable_strip(blocks, batch, tokens, rows, range(first, last + 1))
+            return semiseparable_strip(blocks, batch, tokens, rows, lags)
 
     def _by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
         """Return :meth:`entries` with ``by_head=True``, for a band with few lags."""

@@ -28,7 +28,7 @@ from ..kernels.arithmetic import (
     unseen,
     with_graphs,
 )
-from ..kernels.bands import Band, shift_tokens
+from ..kernels.bands import Band, lags_of, shift_tokens
 from ..kernels.odd_even import FadingSteps
 from ..kernels.portions import parts
 from ..kernels.rows import Strip, sum_of_lags
@@ -97,12 +97,9 @@ class ElementwiseRecurrence(FadingRecurrence):
         return sum_of_lags(one, band, rows, tokens)
 
     def _blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[Block]:
-        own, none = (
-            left.expand(self.shape)[:, rows.start : rows.stop, :, 0],
-            self._zeros(1, 1, 1, 1),
-        )
-        lags = range(min(band), max(band) + 1)
-        factors = [band.get(lag, none).expand(self.shape)[..., 0] for lag in lags]
+        own = left.expand(self.shape)[:, rows.start : rows.stop, :, 0]
+        none = self._zeros(1, 1, 1, 1)
+        factors = [band.get(lag, none).expand(self.shape)[..., 0] for lag in lags_of(band)]
         width = block_width(self.shape.batch, rows, self.device)
         for start in range(0, self.shape.heads, width):
             some = slice(start, start + width)

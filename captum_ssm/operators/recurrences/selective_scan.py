@@ -21,7 +21,7 @@ from torch import Tensor
 from ..base import Pull, Role, Shape
 from ..kernels import fused_scan
 from ..kernels.arithmetic import BINARY, Scratch, doubled, with_graphs
-from ..kernels.bands import Band
+from ..kernels.bands import Band, lags_of
 from ..kernels.portions import (
     at_a_time,
     evenly,
@@ -175,7 +175,7 @@ class SelectiveScan(FadingRecurrence):
         heads, tokens = self.shape.heads, self.shape.tokens
         b, c = (vectors_of_heads(x, heads).transpose(1, 2) for x in (self.b, self.c))
         dt = self.dt.transpose(1, 2)[..., None]  # (B, H, L, 1)
-        lags, none = _lags(band), dt.new_zeros(1, 1, 1, 1)
+        lags, none = lags_of(band), dt.new_zeros(1, 1, 1, 1)
         row = left.expand(self.shape).transpose(1, 2)
         factors = [band.get(lag, none).expand(self.shape).transpose(1, 2) for lag in lags]
         rate = BINARY * self.a[:, None]
@@ -197,7 +197,7 @@ class SelectiveScan(FadingRecurrence):
         own, until, scratch = slice(rows.start, rows.stop), slice(rows.stop), Scratch(self.dt)
         none = self.dt.new_zeros(1, 1, 1, 1)
         given = [self.dt[:, until], left.expand(self.shape)[:, own, :, 0]]
-        for lag in _lags(band):
+        for lag in lags_of(band):
             given.append(band.get(lag, none).expand(self.shape)[:, until, :, 0])
         width = block_width(self.shape.batch, rows, self.device)
         for part, groups in _groups(heads, states, width, self.device):
@@ -269,7 +269,3 @@ def _groups(
     for head in range(0, heads, each):
         groups = [slice(state, min(state + some, states)) for state in range(0, states, some)]
         yield slice(head, min(head + each, heads)), groups
-
-
-def _lags(band: Band) -> range:
-    return range(min(band), max(band) + 1)
