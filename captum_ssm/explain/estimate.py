@@ -81,13 +81,14 @@ def estimate_memory(
         >>> estimate_memory(config, 2000).activations > 1.5 * found.activations
         True
     """
-    if tokens < 1:
-        raise OptionError(f"tokens={tokens!r} is below 1. Pass a number of at least 1.")
+    for name, number in (("tokens", tokens), ("chunk_tokens", chunk_tokens)):
+        if number is not None and number < 1:
+            raise OptionError(f"{name}={number!r} is below 1. Pass a number of at least 1.")
     transformers = optional("transformers", "transformers", "An estimate")
     is_eager = getattr(config, "_attn_implementation", None) == "eager"
     config = copy.deepcopy(config)  # models may change their configuration
     dtype = getattr(config, "dtype", None) or torch.float32
-    wanted = _Run(tokens, min(tokens, chunk_tokens or tokens))
+    wanted = _Run(tokens, min(tokens, tokens if chunk_tokens is None else chunk_tokens))
     sizes = [x for name, x in vars(config).items() if name.endswith("chunk_size") and x]
     runs = wanted.short(max([_STEP, *sizes]), is_eager)
     with (

@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -534,12 +534,46 @@ def attention(
     **kwargs: Any,
 ) -> Tensor:
     """Call torch's scaled_dot_product_attention with the roles of its arguments."""
+    in_groups = kwargs.get("enable_gqa") or args[4:5] == (True,)
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return kernel(query, key, value, *args, **kwargs)
+        heads, few = query.shape[-3], dict[tuple[int, torch.Size], Tensor]()
+
+        def whole(x: Tensor) -> Tensor:
+            if in_groups or x.shape[-3] == heads:
+                return x
+            repeated = _for_queries(x, heads)
+            few[repeated.untyped_storage()._cdata, repeated.shape] = x.detach()
+            return repeated
+
+        def pack(x: Tensor) -> tuple[Tensor, bool]:
+            """Return what autograd keeps of a tensor, and whether it is heads to be repeated."""
+            found = few.get((x.untyped_storage()._cdata, x.shape))
+            return (x.detach(), False) if found is None else (found, True)
+
+        def unpack(kept: tuple[Tensor, bool]) -> Tensor:
+            return _for_queries(kept[0], heads) if kept[1] else kept[0]
+
+        key, value = whole(key), whole(value)
+        in_few = torch.autograd.graph.saved_tensors_hooks(pack, unpack) if few else nullcontext()
+        with in_few:
+            return kernel(query, key, value, *args, **kwargs)
 
     factors = {"query": query, "key": key, "value": value}
     return reading.moved(run, _PAIRS, factors, softmax=True)
+
+
+def _for_queries(x: Tensor, heads: int) -> Tensor:
+    """Repeat each head of keys or values (..., H, L, N) for the queries of a group."""
+    return x.repeat_interleave(heads // x.shape[-3], -3)
+
+
+def _unrepeated(reading: Reading, kernel: Callable[..., Tensor], x: Tensor, times: int) -> Tensor:
+    """Return keys or values with one head for a group; :func:`attention` repeats these heads.
+
+    They are kept for the backward pass, and repeated heads would take ``times`` their memory.
+    """
+    return x if reading.mode.is_live(x) else kernel(x, times)
 
 
 def _of_content(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
@@ -636,6 +670,8 @@ def _repairs() -> Iterable[Repair]:
     for holder in _HOLDERS & sys.modules.keys():
         for name in ENTRIES.keys() & vars(sys.modules[holder]).keys():
             yield holder, name, _entered(ENTRIES[name])
+    # not the functions of this name in models' own modules, which torch's attention does not follow
+    yield "transformers.integrations.sdpa_attention", "repeat_kv", _entered(_unrepeated)
 
 
 _changes = Shared(lambda: replacing(_repairs()))

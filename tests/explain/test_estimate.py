@@ -87,6 +87,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "neither a folder, a file nor a bundled model" in capsys.readouterr().err
 
 
-def test_no_tokens() -> None:
+@pytest.mark.parametrize("numbers", [{"tokens": 0}, {"tokens": 9, "chunk_tokens": 0}])
+def test_no_tokens(numbers: dict[str, int]) -> None:
     with pytest.raises(OptionError, match="tokens=0"):
-        estimate_memory(mamba(), 0)
+        estimate_memory(mamba(), **numbers)

@@ -150,7 +150,7 @@ class Rules:
     chunk_tokens: int | None = None
 
 
-#: What a way to compute a result does to save memory, and the way.
+#: What a way to compute a result did to save memory, and the way.
 Way = tuple[str, Callable[[], T]]
 
 
@@ -172,13 +172,11 @@ def as_memory_allows(
         return run(recompute)
     refused: CaptumSSMError | None = None
     ways: list[Way[T]] = [("", lambda: run(False)), (_RECOMPUTED, lambda: run(True)), *others]
-    for does, way in ways:
-        if does:
-            warnings.warn(f"The device's memory is too small, so {does}", stacklevel=2)
+    for did, way in ways:
         try:
-            return way()
+            found = way()
         except CaptumSSMError as error:
-            if not does:
+            if not did:
                 raise
             refused = error
         except RuntimeError as error:
@@ -186,11 +184,15 @@ def as_memory_allows(
                 raise
             # without the traceback, which would hold what has filled the memory
             kind, full = type(error), str(error)
+        else:
+            if did:
+                warnings.warn(f"The device's memory is too small, so {did}", stacklevel=2)
+            return found
     raise kind(f"{full}\n{_TOO_LARGE}") from refused
 
 
 _RECOMPUTED = (
-    "blocks run again in backward passes. Pass recompute=True to the method to skip the first "
+    "blocks ran again in backward passes. Pass recompute=True to the method to skip the first "
     "attempt."
 )
 _TOO_LARGE = (
@@ -226,7 +228,7 @@ def decompositions(
 
 def _in_chunks_of(tokens: int) -> str:
     return (
-        f"the sequence runs in chunks of {tokens} tokens. Pass chunk_tokens={tokens} to the method "
+        f"the sequence ran in chunks of {tokens} tokens. Pass chunk_tokens={tokens} to the method "
         "to skip the first attempts."
     )
 
