@@ -576,6 +576,14 @@ def _unrepeated(reading: Reading, kernel: Callable[..., Tensor], x: Tensor, time
     return x if reading.mode.is_live(x) else kernel(x, times)
 
 
+def _unpacked(reading: Reading, kernel: Callable[..., Tensor], x: Any, times: int) -> Any:
+    """Return a single query of all heads, or its mask, where transformers packs groups as tokens.
+
+    Means of queries are over tokens.
+    """
+    return x
+
+
 def _of_content(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
     """Call a kernel if only content and gates get relevance; else use the mixer's adapter."""
     entry = reading.give_up if reading.mode.divides else functools.partial(_vectors, reading)
@@ -670,8 +678,9 @@ def _repairs() -> Iterable[Repair]:
     for holder in _HOLDERS & sys.modules.keys():
         for name in ENTRIES.keys() & vars(sys.modules[holder]).keys():
             yield holder, name, _entered(ENTRIES[name])
-    # not the functions of this name in models' own modules, which torch's attention does not follow
-    yield "transformers.integrations.sdpa_attention", "repeat_kv", _entered(_unrepeated)
+    # not of models' own modules, where other functions than torch's attention follow
+    for name, entry in (("repeat_kv", _unrepeated), ("pack_gqa", _unpacked)):
+        yield "transformers.integrations.sdpa_attention", name, _entered(entry)
 
 
 _changes = Shared(lambda: replacing(_repairs()))

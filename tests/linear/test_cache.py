@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -119,6 +120,34 @@ def test_padding_is_not_in_the_share() -> None:
         for x in caches
     )
     assert relative_error(one, two) <= 1e-5
+
+
+@pytest.mark.parametrize("rule", ["centered", "balanced"])
+def test_one_query_of_groups_is_one_token(rule: Rule) -> None:
+    """Of a model whose heads share keys, and of its twin where each head has a copy of them."""
+    grouped = attention_model("llama").double()
+    config = copy.deepcopy(grouped.config)
+    config.num_key_value_heads = heads = config.num_attention_heads
+    twin = type(grouped)(config).eval().double()
+    weights = grouped.state_dict()
+    for name, x in weights.items():
+        if ".k_proj." in name or ".v_proj." in name:
+            weights[name] = x.unflatten(0, (2, -1)).repeat_interleave(heads // 2, 0).flatten(0, 1)
+    twin.load_state_dict(weights)
+    ids, mask = torch.randint(1, 15, (2, TOKENS)), torch.ones(2, TOKENS).long()
+    mask[0, :3] = 0  # so that transformers packs the heads of a group as if they were tokens
+    one, two = (
+        LatimFlow(
+            behind(
+                model, read(model, ids[:, :-1], attention_mask=mask[:, :-1]), attention_mask=mask
+            ),
+            model,
+            layers=[f"model.layers.{i}.self_attn" for i in range(2)],
+            rule=rule,
+        ).attribute(ids[:, -1:], TARGET)
+        for model in (grouped, twin)
+    )
+    assert relative_error(one, two) <= 1e-11
 
 
 def test_embeddings_and_caches_of_inference_mode() -> None:
