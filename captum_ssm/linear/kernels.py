@@ -57,7 +57,7 @@ _VECTORS = _roles(
     step="g gk w dt beta s",
 )
 #: Roles for shape (B, H, L, P).
-_PAIRS = _roles(2, content="value", query="query", key="key")
+_PAIRS = _roles(-2, content="value", query="query", key="key")
 
 #: Arguments that change the meaning of a kernel's result, which entries do not support.
 _UNSUPPORTED = frozenset(
