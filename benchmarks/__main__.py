@@ -32,6 +32,7 @@ from benchmarks.measure import Cost, measure, processor_seconds
 from benchmarks.report import Row, markdown, write
 from captum_ssm import ImplicitAttentionRollout, LatimFlow, LatimLogit, MambaAttribution, trace
 from captum_ssm.operators import Operator
+from captum_ssm.tracing import repaired_scans
 from captum_ssm.viz.figure import LINES, new_figure
 
 #: Gradients may cost so many times the map, and what is linear grow so much with the length.
@@ -215,7 +216,7 @@ def _calls(model: Any, x: torch.Tensor, target: Any) -> dict[str, Callable[[], A
     )
     asked = {"target": target, "per_token": True}
     found = {
-        "f+b": lambda: models.gradient(model, x),
+        "f+b": repaired_scans()(lambda: models.gradient(model, x)),
         "forward run": forward,
         "Rollout": lambda: rollout.attribute(x, query=-1, per_token=True),
         "MambaAttribution": lambda: weighted.attribute(x, **asked),

@@ -13,6 +13,7 @@ import csv
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from helpers.counts import Counts
 from helpers.stand_in import StandIn
 from torch import Tensor, nn
 
+from benchmarks import models
 from benchmarks.report import write
 from captum_ssm import ImplicitAttentionRollout, LatimALTI, LatimFlow, MambaAttribution
 from captum_ssm.operators.kernels.scan_backward import selective_scan
@@ -31,7 +33,7 @@ LAYERS, VOCABULARY = 2, 32
 #: How much of a count may be added before a test fails, and of which.
 SLACK, HELD = 1.05, ("launches", "synchronisations", "bytes")
 LENGTHS = (256, 1024)
-TARGET = (-1, 5)
+TARGET = models.target("Mamba")
 #: What makes the vectors of all pairs of tokens is counted at the smaller length alone.
 OF_PAIRS = ("LatimALTI",)
 
@@ -43,67 +45,28 @@ Row = dict[str, float]
 # --- models --------------------------------------------------------------------------------------
 
 
-def _model(family: str, config: str, **options: Any) -> Callable[[int], Model]:
-    def build(layers: int) -> Model:
-        import transformers
-
-        torch.manual_seed(0)
-        counted = {k: v(layers) if callable(v) else v for k, v in options.items()}
-        sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": layers}
-        made = getattr(transformers, config)(**sizes | counted)
-        model: Model = getattr(transformers, family)(made)
-        return model.eval().requires_grad_(False)
-
-    return build
-
-
-FAMILIES: dict[str, Callable[[int], Model]] = {
-    "Mamba": _model("MambaForCausalLM", "MambaConfig", state_size=8),
-    "Mamba-2": _model(
-        "Mamba2ForCausalLM",
-        "Mamba2Config",
-        state_size=16,
-        head_dim=16,
-        num_heads=4,
-        n_groups=1,
-    ),
-    "RG-LRU": _model(
-        "RecurrentGemmaForCausalLM",
-        "RecurrentGemmaConfig",
-        lru_width=32,
-        num_attention_heads=4,
-        intermediate_size=64,
-        block_types=["recurrent"],
-    ),
-    "RWKV-4": _model("RwkvForCausalLM", "RwkvConfig"),
-    "Gated DeltaNet": _model(
-        "Qwen3NextForCausalLM",
-        "Qwen3NextConfig",
-        layer_types=lambda layers: ["linear_attention"] * layers,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=64,
-        num_experts=0,
-    ),
-    "softmax": _model(
-        "GPTNeoXForCausalLM",
-        "GPTNeoXConfig",
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=4096,
-        attn_implementation="eager",
-    ),
+#: Options of the small models.
+SMALL: dict[str, dict[str, Any]] = {
+    "Mamba": {"state_size": 8},
+    "Mamba-2": {"state_size": 16, "head_dim": 16, "num_heads": 4},
+    "RG-LRU": {"lru_width": 32, "num_attention_heads": 4, "intermediate_size": 64},
+    "RWKV-4": {},
+    "Gated DeltaNet": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 64,
+    },
+    "softmax": {"num_attention_heads": 2, "intermediate_size": 64},
 }
-
-
-def _mamba(width: int, layers: int) -> Model:
-    options = {"hidden_size": width, "state_size": 16}
-    return _model("MambaForCausalLM", "MambaConfig", **options)(layers)
+FAMILIES: dict[str, Callable[[int], Model]] = {
+    name: partial(models.build, name, vocab_size=VOCABULARY, hidden_size=32, **options)
+    for name, options in SMALL.items()
+}
 
 
 def _modeling(name: str) -> str:
@@ -145,14 +108,8 @@ def fused(device: StandIn) -> Iterator[None]:
 # --- calls ---------------------------------------------------------------------------------------
 
 
-def _gradient(model: Any, ids: Tensor) -> Tensor:
-    start = model.get_input_embeddings()(ids).detach().requires_grad_()
-    number = model(inputs_embeds=start, use_cache=False).logits[0, -1, TARGET[1]]
-    return torch.autograd.grad(number, start)[0]
-
-
 CALLS: dict[str, Callable[[Model, Tensor], Any]] = {
-    "f+b": _gradient,
+    "f+b": models.gradient,
     "ImplicitAttentionRollout": lambda model, ids: ImplicitAttentionRollout(model).attribute(ids),
     "MambaAttribution": lambda model, ids: MambaAttribution(model).attribute(ids, TARGET),
     "LatimFlow, frozen": lambda model, ids: LatimFlow(model).attribute(ids, TARGET, rule="frozen"),

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from captum_ssm.tracing import repaired_scans
-
 WIDTH, VOCABULARY, WORD = 768, 256, 5
 
 
-def build(family: str, layers: int) -> nn.Module:
-    """A frozen model with so many layers of the family."""
+def build(family: str, layers: int, **options: Any) -> nn.Module:
+    """A frozen model with so many layers of the family; ``options`` replace those of its config."""
     torch.manual_seed(0)
-    return {**FAMILIES, **HYBRIDS}[family](layers).eval().requires_grad_(False)
+    return {**FAMILIES, **HYBRIDS}[family](layers, **options).eval().requires_grad_(False)
 
 
 def example(family: str, length: int) -> Tensor:
@@ -36,42 +34,42 @@ def target(family: str) -> Any:
 
 
 def gradient(model: Any, x: Tensor) -> Tensor:
-    """One forward and backward: the target's gradient with respect to pixels or embeddings.
+    """One forward and backward: the target's gradient with respect to pixels or embeddings."""
+    if x.is_floating_point():
+        start = x.clone().requires_grad_()
+        return torch.autograd.grad(model(start)[0, WORD], start)[0]
+    table = next(module for module in model.modules() if isinstance(module, nn.Embedding))
+    uncached = {"use_cache": False} if hasattr(model.config, "use_cache") else {}
+    begun: list[Tensor] = []
 
-    Args:
-        model: the model.
-        x: its input.
-    """
-    with repaired_scans():
-        if x.is_floating_point():
-            start = x.clone().requires_grad_()
-            number = model(start)[0, WORD]
-        else:
-            start = model.get_input_embeddings()(x).detach().requires_grad_()
-            number = model(inputs_embeds=start, use_cache=False).logits[0, -1, WORD]
-        return torch.autograd.grad(number, start)[0]
+    def begin(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        begun.append(out.detach().requires_grad_())
+        return begun[-1]
+
+    hook = table.register_forward_hook(begin)
+    try:
+        number = model(x, **uncached).logits[0, -1, WORD]
+    finally:
+        hook.remove()
+    return torch.autograd.grad(number, begun[0])[0]
 
 
-def _language(family: str, config: str, **options: Any) -> Callable[[int], nn.Module]:
-    def built(layers: int) -> nn.Module:
+def _language(family: str, config: str, **options: Any) -> Callable[..., nn.Module]:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH}
+
+    def built(layers: int, **replaced: Any) -> nn.Module:
         import transformers
 
         counted = {k: v(layers) if callable(v) else v for k, v in options.items()}
-        made = getattr(transformers, config)(
-            **{
-                "vocab_size": VOCABULARY,
-                "hidden_size": WIDTH,
-                "num_hidden_layers": layers,
-                **counted,
-            }
-        )
+        given = {**sizes, "num_hidden_layers": layers, **counted, **replaced}
+        made = getattr(transformers, config)(**given)
         model: nn.Module = getattr(transformers, family)(made)
         return model
 
     return built
 
 
-def _qwen3_next(kinds: list[str]) -> Callable[[int], nn.Module]:
+def _qwen3_next(kinds: list[str]) -> Callable[..., nn.Module]:
     return _language(
         "Qwen3NextForCausalLM",
         "Qwen3NextConfig",
@@ -93,7 +91,7 @@ def _vim(layers: int) -> nn.Module:
     return model
 
 
-FAMILIES: dict[str, Callable[[int], nn.Module]] = {
+FAMILIES: dict[str, Callable[..., nn.Module]] = {
     "Mamba": _language("MambaForCausalLM", "MambaConfig"),
     "Vim-S": _vim,
     "Mamba-2": _language(
