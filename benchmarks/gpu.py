@@ -5,7 +5,7 @@
     python -m benchmarks.gpu --rehearse --out rehearsal
 
 runs cases, each in a process of its own that is stopped at its limit, and prints and writes every
-row as it comes: ``gpu.jsonl`` and ``gpu.md`` hold the rows, ``gpu.log`` all else that was printed.
+row as it comes: ``gpu.md`` holds the rows, ``gpu.log`` all else that was printed.
 Nothing is installed and no kernel is built: a case whose package is missing is left out.  What a
 call takes is told in units of ``f+b``, the model's own forward and backward pass in the same
 process.  ``--beside`` names folders that hold another ``captum_ssm`` alone, such as that of an
@@ -29,29 +29,30 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import date
 from importlib.util import find_spec
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks import models
 from benchmarks.measure import versions
-from benchmarks.report import markdown
+from benchmarks.report import Row, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     *("torch", "triton", "transformers", "mamba-ssm", "causal-conv1d", "fla-core"),
     *("captum", "captum_ssm"),
 )
-WORD = 5
 #: What a row begins with in what a case prints.
 MARK = "ROW "
 
-Row = dict[str, Any]
 Call = Callable[[nn.Module, Tensor], Any]
 #: Yields a case's rows; it is told whether this is a rehearsal, and whether it is run for another
 #: captum_ssm.
@@ -69,15 +70,15 @@ class Case:
         run: yields the rows.
         limit: seconds after which it is stopped.
         needs: packages without which it is left out.
-        together: the number of a group of cases that run at the same time, as they time nothing.
-            Default: None, it runs alone.
+        together: whether it runs at the same time as its neighbors, as they time nothing. Default:
+            False.
         beside: whether it is run for another ``captum_ssm`` as well. Default: False.
     """
 
     run: Run
     limit: float
     needs: tuple[str, ...] = ()
-    together: int | None = None
+    together: bool = False
     beside: bool = False
 
 
@@ -119,7 +120,7 @@ def timed(kind: str, size: Size, dtype: torch.dtype, names: Sequence[str] | None
         model = MODELS[kind](own, device, dtype).eval().requires_grad_(False)
         ids = torch.randint(own.vocabulary, (1, own.tokens), device=device)
         about = {"model": f"{kind}, {own.layers} x {own.width}", "dtype": short(dtype)}
-        unit = measured(lambda: gradient(model, ids), device)
+        unit = measured(lambda: models.gradient(model, ids), device)
         yield {**about, "call": "f+b", **unit, **ratios(unit, unit), "says": ""}
         for name, call in calls().items():
             if name not in (_OF_FLOW[:2] if other else names or [name]):
@@ -249,19 +250,16 @@ def _mamba_ssm(layer: str) -> Callable[[Size, str, torch.dtype], nn.Module]:
 
 
 def _gpt_neox(size: Size, device: str, dtype: torch.dtype) -> nn.Module:
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    config = GPTNeoXConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.width,
-        num_hidden_layers=size.layers,
-        num_attention_heads=max(1, size.width // 64),
-        intermediate_size=4 * size.width,
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
+    options: dict[str, Any] = {
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.width,
+        "num_attention_heads": max(1, size.width // 64),
+        "intermediate_size": 4 * size.width,
+        "attn_implementation": "sdpa",
+        "use_cache": False,
+    }
     with torch.device(device):
-        return GPTNeoXForCausalLM(config).to(dtype)
+        return models.build("softmax", size.layers, **options).to(dtype)
 
 
 MODELS: dict[str, Callable[[Size, str, torch.dtype], nn.Module]] = {
@@ -303,30 +301,13 @@ def calls() -> dict[str, Call]:
     from captum_ssm.attr.catalogue import METHODS
 
     def ask(method: Any, **options: Any) -> Call:
-        return lambda model, ids: method(model).attribute(ids, target=(-1, WORD), **options)
+        return lambda model, ids: method(model).attribute(ids, target=(-1, models.WORD), **options)
 
     rule = {"LatimFlow, centered": ask(LatimFlow, rule="centered")}
     every = {entry.name: ask(entry.method) for entry in METHODS}
     order = ("LatimFlow", "LatimFlow, centered", "ImplicitAttentionRollout", "MambaAttribution")
     known = rule | every
     return {name: known[name] for name in dict.fromkeys((*order, *every))}
-
-
-def gradient(model: nn.Module, ids: Tensor) -> Tensor:
-    """One forward and backward pass: the target's gradient with respect to the embeddings."""
-    table = next(x for x in model.modules() if isinstance(x, nn.Embedding))
-    begun: list[Tensor] = []
-
-    def begin(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        begun.append(out.detach().requires_grad_())
-        return begun[-1]
-
-    hook = table.register_forward_hook(begin)
-    try:
-        number = model(ids).logits[0, -1, WORD]
-    finally:
-        hook.remove()
-    return torch.autograd.grad(number, begun[0])[0]
 
 
 def answers(model: nn.Module, ids: Tensor) -> dict[str, Tensor | str]:
@@ -410,7 +391,7 @@ def alarm(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def measured(call: Callable[[], Any], device: str, repeats: int = 5) -> Row:
+def measured(call: Callable[[], Any], device: str, repeats: int = 5) -> dict[str, Any]:
     """Wall and device milliseconds, peak MiB, copies to the host and waits of a call.
 
     The wall time is the median of calls after the first, as many as fit in three seconds.
@@ -429,7 +410,7 @@ def measured(call: Callable[[], Any], device: str, repeats: int = 5) -> Row:
         call()
         wait()
         times.append(time.perf_counter() - began)
-    row: Row = {"wall ms": 1e3 * statistics.median(times)}
+    row = {"wall ms": 1e3 * statistics.median(times)}
     row |= dict.fromkeys(("device ms", "peak MiB", "to host", "from host", "waits", "launches"))
     if on_device:
         row["peak MiB"] = (torch.cuda.max_memory_allocated() - held) / 2**20
@@ -486,9 +467,9 @@ _MOST = (*_OF_FLOW, "MambaAttribution", "MambaLRP", "ImplicitAttention", "LatimN
 _LARGE = timed("mamba-ssm Mamba", SIZE_2_8B, torch.bfloat16, _OF_FLOW)
 _NEOX = timed("GPT-NeoX", SIZE_130M, torch.float32, (*_OF_FLOW, "MambaAttribution", "LatimNorm"))
 CASES: dict[str, Case] = {
-    "Mamba agrees": Case(agreement("mamba-ssm Mamba"), 90, _SSM, together=1),
-    "Mamba-2 agrees": Case(agreement("mamba-ssm Mamba-2"), 150, _SSM, together=1),
-    "trained models agree": Case(trained, 90, ("transformers",), together=1, beside=True),
+    "Mamba agrees": Case(agreement("mamba-ssm Mamba"), 90, _SSM, together=True),
+    "Mamba-2 agrees": Case(agreement("mamba-ssm Mamba-2"), 150, _SSM, together=True),
+    "trained models agree": Case(trained, 90, ("transformers",), together=True, beside=True),
     **{
         f"{kind} 130M {short(dtype)}": Case(
             timed(f"mamba-ssm {kind}", SIZE_130M, dtype, _MOST),
@@ -501,8 +482,8 @@ CASES: dict[str, Case] = {
     },
     "Mamba 2.8B bfloat16": Case(_LARGE, 75, _SSM, beside=True),
     "GPT-NeoX 130M float32": Case(_NEOX, 60, ("transformers",)),
-    **{f"fla {family}": Case(of_fla(family), 150, _FLA, together=1) for family in FLA},
-    "tests": Case(tests, 150, ("transformers",), together=1),
+    **{f"fla {family}": Case(of_fla(family), 150, _FLA, together=True) for family in FLA},
+    "tests": Case(tests, 150, ("transformers",), together=True),
 }
 #: One of each kind.
 REHEARSED = (
@@ -537,17 +518,16 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     page = Page(options.out, options.rehearse)
     until = time.monotonic() + 60 * options.minutes
-    for group in _groups(options.only or (REHEARSED if options.rehearse else list(CASES))):
-        running = []
-        for name in group:
-            for other in [None, *options.beside * CASES[name].beside]:
-                if not _is_wanted(name, page, until):
-                    continue
-                running.append(Running(name, other, page, options.rehearse))
-                if CASES[name].together is None:  # what is timed has the device for itself
-                    running.pop().wait(until + 20)
-        for each in running:
-            each.wait(until + 20)
+
+    def run(case: tuple[str, Path | None]) -> None:
+        _run(*case, page, options.rehearse, until)
+
+    chosen = options.only or (REHEARSED if options.rehearse else CASES)
+    for together, names in groupby(chosen, lambda name: CASES[name].together):
+        # what is timed has the device for itself
+        with ThreadPoolExecutor(16 if together else 1) as pool:
+            others = ((name, [None, *options.beside * CASES[name].beside]) for name in names)
+            list(pool.map(run, (case for name, of in others for case in product([name], of))))
     print(f"\nwritten to {options.out}", flush=True)
     raise SystemExit(page.failed)
 
@@ -556,7 +536,7 @@ def _be(name: str, rehearse: bool, other: bool) -> None:
     """Run a case in this process, and print its rows."""
     sys.path.insert(0, str(ROOT / "tests"))  # for models on a processor
     if not rehearse and find_spec("triton") is not None:
-        _tune_less(timed=CASES[name].together is None)
+        _tune_less(timed=not CASES[name].together)
     torch.backends.cudnn.allow_tf32 = False  # errors are those of float32
     for row in CASES[name].run(rehearse, other):
         print(MARK + json.dumps(row), flush=True)
@@ -583,28 +563,6 @@ def _tune_less(*, timed: bool) -> None:
     Autotuner.__init__ = init
 
 
-def _groups(names: Sequence[str]) -> Iterator[list[str]]:
-    """Cases that run at the same time, in their order."""
-    group: list[str] = []
-    for name in names:
-        number = CASES[name].together
-        if group and (number is None or number != CASES[group[-1]].together):
-            yield group
-            group = []
-        group.append(name)
-    yield group
-
-
-def _is_wanted(name: str, page: Page, until: float) -> bool:
-    missing = [package for package in CASES[name].needs if find_spec(package) is None]
-    if missing:
-        page.say(f"{name}: left out, for {', '.join(missing)} is not installed")
-    elif time.monotonic() > until:
-        page.say(f"{name}: left out, for the time is over")
-        page.failed = True
-    return not missing and time.monotonic() <= until
-
-
 class Page:
     """What is found, printed and written as it comes.
 
@@ -622,19 +580,21 @@ class Page:
         self._title = "# A rehearsal on a CPU" if rehearse else "# Measured on a GPU"
         self._lock = threading.Lock()
         self._tables: dict[str, list[Row]] = {}
-        self._said = [f"- {name}: {value}" for name, value in about().items()]
-        for name in ("gpu.jsonl", "gpu.log"):
-            (folder / name).write_text("")
-        print("\n".join(self._said), flush=True)
+        self._said: list[str] = []
+        (folder / "gpu.log").write_text("")
+        for name, value in about().items():
+            self.say(f"{name}: {value}")
 
-    def row(self, name: str, row: Row) -> None:
-        """Take a row of a case."""
+    def take(self, name: str, line: str) -> None:
+        """Take a line that a case has printed: a row, or a line for the log."""
         with self._lock:
+            if not line.startswith(MARK):
+                with (self._folder / "gpu.log").open("a") as file:
+                    file.write(f"{name}: {line}")
+                return
             rows = self._tables.setdefault(name, [])
-            rows.append(row)
-            print(markdown([row], header=len(rows) == 1), flush=True)
-            with (self._folder / "gpu.jsonl").open("a") as file:
-                file.write(json.dumps({"case": name, **row}) + "\n")
+            rows.append(json.loads(line.removeprefix(MARK)))
+            print(markdown(rows[-1:], header=len(rows) == 1), flush=True)
             self._write()
 
     def say(self, line: str) -> None:
@@ -644,75 +604,62 @@ class Page:
             self._said.append(f"- {line}")
             self._write()
 
-    def log(self, name: str, line: str) -> None:
-        """Take a line that a case has printed."""
-        with self._lock, (self._folder / "gpu.log").open("a") as file:
-            file.write(f"{name}: {line}")
-
     def _write(self) -> None:
         tables = [f"## {name}\n\n{markdown(rows)}\n" for name, rows in self._tables.items()]
         text = "\n".join([self._title, "", *self._said, "", *tables])
         (self._folder / "gpu.md").write_text(text + "\n")
 
 
-class Running:
-    """The process of a case.
+def _run(name: str, other: Path | None, page: Page, rehearse: bool, until: float) -> None:
+    """Run a case in a process, which is stopped at its limit.
 
     Args:
         name: of the case.
         other: a folder that holds another captum_ssm; None for this one.
         page: takes its rows.
         rehearse: whether this is a rehearsal.
+        until: when no case is begun any more, by the monotonic clock; 20 seconds later it ends.
     """
-
-    def __init__(self, name: str, other: Path | None, page: Page, rehearse: bool) -> None:
-        self._page, self._limit = page, CASES[name].limit
-        self._title = name if other is None else f"{name}, {other.name}"
-        command = [sys.executable, "-m", "benchmarks.gpu", "--case", name]
-        command += ["--rehearse"] * rehearse + ["--of-another"] * (other is not None)
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        # what autotuning has found is kept for the cases that follow
-        more = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TRITON_CACHE_AUTOTUNING": "1"}
-        if CASES[name].together is not None:  # else float32 is multiplied with 10 bits
-            more["TRITON_F32_DEFAULT"] = "ieee"
-        self._began = time.monotonic()
-        self._process = subprocess.Popen(
-            command,
-            cwd=ROOT if other is None else other,  # where -m looks for captum_ssm first
-            env={**os.environ, **more},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                self._page.row(self._title, json.loads(line.removeprefix(MARK)))
-            else:
-                self._page.log(self._title, line)
-
-    def wait(self, until: float) -> None:
-        """Wait for its end, which comes at its limit.
-
-        Args:
-            until: when it comes at the latest, by the monotonic clock.
-        """
-        end = min(self._began + self._limit, until)
-        try:
-            status = self._process.wait(max(0.0, end - time.monotonic()))
-            result = "done" if status == 0 else f"FAILED ({status}), see gpu.log"
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            status, result = self._process.wait(), "FAILED: stopped at its limit"
-        self._reader.join(10)
-        self._page.failed |= status != 0
-        self._page.say(f"{self._title}: {result} after {time.monotonic() - self._began:.0f} s")
+    case, began = CASES[name], time.monotonic()
+    title = name if other is None else f"{name}, {other.name}"
+    if missing := [package for package in case.needs if find_spec(package) is None]:
+        page.say(f"{title}: left out, for {', '.join(missing)} is not installed")
+        return
+    if began > until:
+        page.say(f"{title}: left out, for the time is over")
+        page.failed = True
+        return
+    command = [sys.executable, "-m", "benchmarks.gpu", "--case", name]
+    command += ["--rehearse"] * rehearse + ["--of-another"] * (other is not None)
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    # what autotuning has found is kept for the cases that follow
+    more = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TRITON_CACHE_AUTOTUNING": "1"}
+    if case.together:  # else float32 is multiplied with 10 bits
+        more["TRITON_F32_DEFAULT"] = "ieee"
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT if other is None else other,  # where -m looks for captum_ssm first
+        env={**os.environ, **more},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    limit = min(case.limit, until + 20 - began)
+    stop = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))
+    stop.start()
+    for line in process.stdout:
+        page.take(title, line)
+    status = process.wait()
+    stop.cancel()
+    seconds = time.monotonic() - began
+    result = "done" if status == 0 else f"FAILED ({status}), see gpu.log"
+    if status and seconds > limit:
+        result = "FAILED: stopped at its limit"
+    page.failed |= status != 0
+    page.say(f"{title}: {result} after {seconds:.0f} s")
 
 
 def about() -> dict[str, str]:
