@@ -72,8 +72,7 @@ def _explain(example: Example, out: Path) -> None:
 
     from ..attr import ImplicitAttention
     from ..models import load_bundled
-    from ..models.recall import generate
-    from ..models.recall_batch import accuracy
+    from ..models.recall import accuracy, generate
     from ..viz import plot_matrices, plot_text
 
     model, vocabulary = load_bundled()

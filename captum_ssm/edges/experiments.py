@@ -220,8 +220,7 @@ def parts_off(
         >>> import torch
         >>> from captum_ssm.edges import parts_off
         >>> from captum_ssm.models import load_bundled
-        >>> from captum_ssm.models.recall import generate
-        >>> from captum_ssm.models.recall_batch import accuracy
+        >>> from captum_ssm.models.recall import accuracy, generate
         >>> model, _ = load_bundled()
         >>> found = parts_off(model, lambda: accuracy(model, generate(16, seed=0)))
         >>> found.plain.item(), list(found.kinds), list(found.layers)

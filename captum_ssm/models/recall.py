@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+
 from ..errors import InputError, OptionError
 from .vocabulary import PAD, WordVocabulary
 
@@ -231,3 +233,42 @@ def _draw(rng: random.Random, n_facts: int | None) -> Example:
     words += [ASK, facts[asked].name, VERB, ARTICLE]
     tokens = tuple(recall_vocabulary().encode(" ".join(words)))
     return Example(tuple(words), tokens, tuple(facts), asked, len(words) - 3)
+
+
+@torch.no_grad()
+def accuracy(model: torch.nn.Module, examples: Sequence[Example], batch_size: int = 64) -> float:
+    """Return the share of prompts, 0 to 1, for which the model predicts the right next word.
+
+    Args:
+        model: a causal language model with the interface of transformers: it accepts ``input_ids``
+            and ``attention_mask``, and its output has ``logits``.
+        examples: the prompts, at least one.
+        batch_size: the number of prompts in one forward pass. Default: 64.
+
+    Raises:
+        InputError: when ``examples`` is empty.
+        OptionError: when ``batch_size`` is below 1.
+
+    Example:
+        >>> from captum_ssm.models import load_bundled
+        >>> from captum_ssm.models.recall import accuracy, parse_prompt
+        >>> model, _ = load_bundled("recall-mamba")
+        >>> accuracy(model, [parse_prompt("anna owns the lamp . ? anna owns the")])
+        1.0
+    """
+    if not examples:
+        raise InputError("examples is empty. Pass at least one prompt.")
+    if batch_size < 1:
+        raise OptionError(f"batch_size={batch_size}: use 1 or more.")
+    device, right = next(model.parameters()).device, 0
+    for start in range(0, len(examples), batch_size):
+        some = examples[start : start + batch_size]
+        width = max(len(example.tokens) for example in some)
+        # padded on the left, so that the last token of each row ends the question
+        pads = [[0] * (width - len(example.tokens)) for example in some]
+        rows = [pad + list(example.tokens) for pad, example in zip(pads, some, strict=True)]
+        ids = torch.tensor(rows, device=device)
+        mask = (ids != recall_vocabulary().pad_id).long()
+        found = model(input_ids=ids, attention_mask=mask).logits[:, -1].argmax(-1)
+        right += sum(a == x.answer_id for a, x in zip(found.tolist(), some, strict=True))
+    return right / len(examples)

@@ -11,8 +11,7 @@ import torch
 
 from captum_ssm.errors import CheckpointError
 from captum_ssm.models import bundled, load_bundled
-from captum_ssm.models.recall import OBJECTS, Example, generate, parse_prompt
-from captum_ssm.models.recall_batch import accuracy
+from captum_ssm.models.recall import OBJECTS, Example, accuracy, generate, parse_prompt
 
 FOLDER = Path(bundled.__file__).parent / "recall-mamba"
 SEED = 20_240_607

@@ -18,11 +18,11 @@ from captum_ssm.models.recall import (
     FILLERS,
     NAMES,
     OBJECTS,
+    accuracy,
     generate,
     parse_prompt,
     recall_vocabulary,
 )
-from captum_ssm.models.recall_batch import accuracy, predict
 
 
 def test_gold_follows_from_the_words() -> None:
@@ -87,7 +87,7 @@ def test_vocabulary() -> None:
 
 
 class Echo(torch.nn.Module):
-    """Says the last word again, and counts its calls."""
+    """Says the word of the last fact, and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,24 +98,25 @@ class Echo(torch.nn.Module):
         self.rows.append(len(input_ids))
         assert bool(input_ids[:, -1].all())
         assert torch.equal(attention_mask, (input_ids > 0).long())
-        return SimpleNamespace(logits=self.scale * torch.nn.functional.one_hot(input_ids, 55))
+        return SimpleNamespace(
+            logits=self.scale * torch.nn.functional.one_hot(input_ids[:, :-5], 55)
+        )
 
 
 def test_batches_change_nothing(seed: int) -> None:
     model, examples = Echo(), generate(7, seed)
-    whole = predict(model, examples, batch_size=7)
-    assert whole.tolist() == [example.tokens[-1] for example in examples]
-    assert torch.equal(predict(model, examples, batch_size=3), whole)
+    right = sum(example.answer_id == example.tokens[-6] for example in examples) / 7
+    assert accuracy(model, examples, batch_size=7) == right
+    assert accuracy(model, examples, batch_size=3) == right
     assert model.rows == [7, 3, 3, 1]
-    assert accuracy(model, examples) == 0.0  # "the" is no object
 
 
 EXAMPLE = parse_prompt("anna owns the lamp . ? anna owns the")
 
 
 @pytest.mark.parametrize(("call", "error", "message"), [
-    (lambda: predict(Echo(), []), InputError, "examples is empty.*at least one"),
-    (lambda: predict(Echo(), [EXAMPLE], 0), OptionError, "batch_size=0: use 1 or more"),
+    (lambda: accuracy(Echo(), []), InputError, "examples is empty.*at least one"),
+    (lambda: accuracy(Echo(), [EXAMPLE], 0), OptionError, "batch_size=0: use 1 or more"),
     (lambda: generate(-1, 0), OptionError, "count=-1: use 0 or more"),
     (lambda: generate(1, 0, 21), OptionError, "n_facts=21: use 1 to 20"),
     (lambda: parse_prompt("lamp . ? anna owns the"), InputError, "text has the fact 'lamp .'"),

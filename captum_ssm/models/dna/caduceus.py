@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import OptionError
+from ..parts import SMALL
 from ..vim import VimMixer
-from .common import SMALL, Backbone, DNAModel, on_both
+from .common import Backbone, DNAModel, on_both
 
 #: For each token id, the id of its complement on the opposite strand. In the tokenizers of Caduceus
 #: and HyenaDNA, A, C, G, T and N are 7 to 11; the other tokens are their own complements.

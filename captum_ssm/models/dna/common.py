@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import InputError, OptionError
+from ...attr.call.checks import choice
+from ...errors import InputError
 from ..checkpoints import check_sizes
-
-#: Standard deviation of initial weights.
-SMALL = 0.02
 
 
 class Backbone(nn.Module):
@@ -60,10 +58,8 @@ class DNAModel(nn.Module):
 
     def _check(self, pools: Sequence[str], pool: str, **sizes: int) -> None:
         """Set the pooling; raise if it is unknown, or if one of ``sizes`` is below 1."""
-        if pool not in pools:
-            raise OptionError(f"pool={pool!r} is not known. Use one of {tuple(pools)}.")
+        self.pool = choice("pool", pool, pools)
         check_sizes(**sizes)
-        self.pool = pool
 
     def _pooled(self, x: Tensor) -> Tensor:
         """Pool hidden states (B, L, E) over the tokens to (B, E)."""

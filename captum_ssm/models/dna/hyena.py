@@ -6,11 +6,11 @@ import math
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import InputError
-from .common import SMALL, Backbone, DNAModel
+from ..parts import SMALL, perceptron
+from .common import Backbone, DNAModel
 
 #: The value to which the released models' windows, which multiply the filters, decay.
 _FALLS_TO = 1e-2
@@ -173,20 +173,6 @@ class HyenaOperator(nn.Module):
         return out
 
 
-class Mlp(nn.Module):
-    """A perceptron: two linear layers with a GELU between them."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(width, inner)
-        self.fc2 = nn.Linear(inner, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the perceptron to each token of ``x`` (B, L, E)."""
-        out: Tensor = self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-        return out
-
-
 class HyenaBlock(nn.Module):
     """A block: x = x + mixer(norm1(x)), then x + mlp(norm2(x)).
 
@@ -201,7 +187,7 @@ class HyenaBlock(nn.Module):
         super().__init__()
         self.mixer = mixer
         self.norm1 = nn.LayerNorm(d_model, eps=eps)
-        self.mlp = Mlp(d_model, d_inner)
+        self.mlp = perceptron(d_model, d_inner, approximate="tanh")
         self.norm2 = nn.LayerNorm(d_model, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import OptionError
+from ...attr.call.checks import choice
 from ...operators.kernels.arithmetic import full_precision
 from ...operators.kernels.scan_backward import selective_scan
 
@@ -72,11 +72,7 @@ class VimMixer(nn.Module):
         init_layer_scale: float | None = None,
     ) -> None:
         super().__init__()
-        if bimamba_type not in ("none", "v1", "v2"):
-            raise OptionError(
-                f"bimamba_type={bimamba_type!r} is not known. Use 'none', 'v1' or 'v2'."
-            )
-        self.bimamba_type = bimamba_type
+        self.bimamba_type = choice("bimamba_type", bimamba_type, ("none", "v1", "v2"))
         self.if_divide_out = if_divide_out
         inner = 2 * d_model if d_inner is None else d_inner
         rank = math.ceil(d_model / 16) if dt_rank is None else dt_rank

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...attr.call.checks import choice
 from ...errors import OptionError
 from ..checkpoints import check_sizes
+from ..parts import SMALL
 from .mixer import BimambaType, VimMixer
 
 #: Position of the class token: after the first half of the patches, before all patches, or after
@@ -19,22 +22,6 @@ ClsToken = Literal["middle", "head", "end", "double", "none"]
 
 CLS_TOKENS = ("middle", "head", "end", "double", "none")
 POOLS = ("none", "mean", "max", "all")
-
-_SMALL = 0.02  # standard deviation of initial embeddings and head weights
-
-
-class PatchEmbed(nn.Module):
-    """Convert images (B, C, H, W) to a grid of embedded patches (B, E, h, w)."""
-
-    def __init__(self, channels: int, embed_dim: int, patch_size: int, stride: int) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(channels, embed_dim, patch_size, stride)
-        nn.init.normal_(self.proj.weight, std=self.proj.weight[0].numel() ** -0.5)
-        nn.init.zeros_(self.proj.bias)  # type: ignore[arg-type]
-
-    def forward(self, images: Tensor) -> Tensor:
-        out: Tensor = self.proj(images)
-        return out
 
 
 class VimBlock(nn.Module):
@@ -124,14 +111,8 @@ class VisionMamba(nn.Module):
         **mixer_options: Any,
     ) -> None:
         super().__init__()
-        for name, value, known in (
-            ("cls_token", cls_token, CLS_TOKENS),
-            ("final_pool_type", final_pool_type, POOLS),
-        ):
-            if value not in known:
-                raise OptionError(f"{name}={value!r} is not known. Use one of {known}.")
-        self.cls = cls_token
-        self.final_pool_type = final_pool_type
+        self.cls = choice("cls_token", cls_token, CLS_TOKENS)
+        self.final_pool_type = choice("final_pool_type", final_pool_type, POOLS)
         stride = patch_size if stride is None else stride
         height, width = (img_size, img_size) if isinstance(img_size, int) else img_size
         check_sizes(stride=stride, depth=depth, embed_dim=embed_dim, channels=channels)
@@ -141,12 +122,13 @@ class VisionMamba(nn.Module):
                 f"1 to {side}, or larger images."
             )
         self.grid = (height - patch_size) // stride + 1, (width - patch_size) // stride + 1
-        self.patch_embed = PatchEmbed(channels, embed_dim, patch_size, stride)
+        proj = nn.Conv2d(channels, embed_dim, patch_size, stride)
+        nn.init.normal_(proj.weight, std=proj.weight[0].numel() ** -0.5)
+        nn.init.zeros_(proj.bias)  # type: ignore[arg-type]
+        self.patch_embed: Any = nn.Sequential(OrderedDict(proj=proj))
 
         def small(tokens: int) -> nn.Parameter:
-            return nn.Parameter(
-                nn.init.trunc_normal_(torch.empty(1, tokens, embed_dim), std=_SMALL)
-            )
+            return nn.Parameter(nn.init.trunc_normal_(torch.empty(1, tokens, embed_dim), std=SMALL))
 
         if cls_token == "double":
             self.cls_token_head, self.cls_token_tail = small(1), small(1)
@@ -175,7 +157,7 @@ class VisionMamba(nn.Module):
         self.head: nn.Module = nn.Identity()
         if num_classes > 0:
             self.head = nn.Linear(embed_dim, num_classes)
-            nn.init.trunc_normal_(self.head.weight, std=_SMALL)
+            nn.init.trunc_normal_(self.head.weight, std=SMALL)
             nn.init.zeros_(self.head.bias)
 
     def cls_positions(self, patches: int) -> list[int]:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...attr.call.checks import choice
 from ...errors import OptionError
 from ..vim.mixer import scan, step_projection
 
@@ -114,13 +115,11 @@ class SS2D(nn.Module):
         forward_type: str = "v05_noz",
     ) -> None:
         super().__init__()
-        if act not in ACTIVATIONS:
-            raise OptionError(f"act={act!r} is not known. Use one of {tuple(ACTIVATIONS)}.")
         self.form = form_of(forward_type)
         inner = int(ssm_ratio * d_model)
         rank = math.ceil(d_model / 16) if dt_rank is None else dt_rank
         self.in_proj = nn.Linear(d_model, inner * (2 if self.form.gate else 1), bias=False)
-        self.act: nn.Module = ACTIVATIONS[act]()
+        self.act: nn.Module = ACTIVATIONS[choice("act", act, ACTIVATIONS)]()
         self.conv2d: nn.Conv2d | None = None
         if d_conv > 1:
             padding = (d_conv - 1) // 2

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...attr.call.checks import choice
 from ...errors import OptionError
+from ..parts import SMALL, perceptron
 from .mixer import SS2D
-
-_SMALL = 0.02  # standard deviation of initial projection weights
 
 DOWNSAMPLES = ("v1", "v2", "v3")
 PATCH_EMBEDS = ("v1", "v2")
@@ -28,20 +28,6 @@ class PermuteDims(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.permute(self.order)
-
-
-class Perceptron(nn.Module):
-    """A perceptron with one hidden layer, applied to each token."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.act = nn.GELU()
-        self.fc2 = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc2(self.act(self.fc1(x)))
-        return out
 
 
 class PatchMerging(nn.Module):
@@ -84,7 +70,7 @@ class VSSBlock(nn.Module):
         self.has_mlp = mlp_hidden > 0
         if self.has_mlp:
             self.norm2 = nn.LayerNorm(width)
-            self.mlp = Perceptron(width, mlp_hidden)
+            self.mlp = perceptron(width, mlp_hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the grid of tokens after the block, in the shape of ``x`` (B, h, w, E)."""
@@ -145,12 +131,8 @@ class VMamba(nn.Module):
         **mixer_options: Any,
     ) -> None:
         super().__init__()
-        for name, value, known in (
-            ("patch_embed", patch_embed, PATCH_EMBEDS),
-            ("downsample", downsample, DOWNSAMPLES),
-        ):
-            if value not in known:
-                raise OptionError(f"{name}={value!r} is not known. Use one of {known}.")
+        choice("patch_embed", patch_embed, PATCH_EMBEDS)
+        choice("downsample", downsample, DOWNSAMPLES)
         widths = (
             [dims * 2**stage for stage in range(len(depths))] if isinstance(dims, int) else dims
         )
@@ -161,7 +143,7 @@ class VMamba(nn.Module):
             )
         embed = _patches if patch_embed == "v1" else _overlapping_patches
         self.patch_embed = embed(channels, widths[0], patch_size, patch_norm)
-        places = None if pos_embed is None else torch.randn(1, widths[0], *pos_embed) * _SMALL
+        places = None if pos_embed is None else torch.randn(1, widths[0], *pos_embed) * SMALL
         self.register_parameter("pos_embed", None if places is None else nn.Parameter(places))
         self.layers = nn.ModuleList()
         for depth, width, following in zip(depths, widths, [*widths[1:], 0], strict=True):
@@ -181,7 +163,7 @@ class VMamba(nn.Module):
         )
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=_SMALL)
+                nn.init.trunc_normal_(module.weight, std=SMALL)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
