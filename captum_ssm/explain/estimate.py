@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from .._optional import optional
 from ..attr import LatimFlow
+from ..attr.call import checks
 from ..errors import CaptumSSMError, OptionError
 from ..linear import Rule
 
@@ -81,14 +82,14 @@ def estimate_memory(
         >>> estimate_memory(config, 2000).activations > 1.5 * found.activations
         True
     """
-    for name, number in (("tokens", tokens), ("chunk_tokens", chunk_tokens)):
-        if number is not None and number < 1:
-            raise OptionError(f"{name}={number!r} is below 1. Pass a number of at least 1.")
+    if tokens < 1:
+        raise OptionError(f"tokens={tokens!r} is below 1. Pass a number of at least 1.")
+    chunk_tokens = checks.count("chunk_tokens", chunk_tokens)
     transformers = optional("transformers", "transformers", "An estimate")
     is_eager = getattr(config, "_attn_implementation", None) == "eager"
     config = copy.deepcopy(config)  # models may change their configuration
     dtype = getattr(config, "dtype", None) or torch.float32
-    wanted = _Run(tokens, min(tokens, tokens if chunk_tokens is None else chunk_tokens))
+    wanted = _Run(tokens, min(tokens, chunk_tokens or tokens))
     sizes = [x for name, x in vars(config).items() if name.endswith("chunk_size") and x]
     runs = wanted.short(max([_STEP, *sizes]), is_eager)
     with (

@@ -260,15 +260,14 @@ def accuracy(model: torch.nn.Module, examples: Sequence[Example], batch_size: in
         raise InputError("examples is empty. Pass at least one prompt.")
     if batch_size < 1:
         raise OptionError(f"batch_size={batch_size}: use 1 or more.")
-    device, right = next(model.parameters()).device, 0
+    device, pad, right = next(model.parameters()).device, recall_vocabulary().pad_id, 0
     for start in range(0, len(examples), batch_size):
         some = examples[start : start + batch_size]
-        width = max(len(example.tokens) for example in some)
+        width = max(len(x.tokens) for x in some)
         # padded on the left, so that the last token of each row ends the question
-        pads = [[0] * (width - len(example.tokens)) for example in some]
-        rows = [pad + list(example.tokens) for pad, example in zip(pads, some, strict=True)]
+        rows = [[pad] * (width - len(x.tokens)) + list(x.tokens) for x in some]
         ids = torch.tensor(rows, device=device)
-        mask = (ids != recall_vocabulary().pad_id).long()
-        found = model(input_ids=ids, attention_mask=mask).logits[:, -1].argmax(-1)
-        right += sum(a == x.answer_id for a, x in zip(found.tolist(), some, strict=True))
+        logits = model(input_ids=ids, attention_mask=(ids != pad).long()).logits
+        answers = logits[:, -1].argmax(-1).tolist()
+        right += sum(answer == x.answer_id for answer, x in zip(answers, some, strict=True))
     return right / len(examples)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import OptionError
-from ..parts import SMALL
+from ..perceptron import SMALL
 from ..vim import VimMixer
 from .common import Backbone, DNAModel, on_both
 

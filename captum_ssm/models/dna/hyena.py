@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import InputError
-from ..parts import SMALL, perceptron
+from ..perceptron import SMALL, perceptron
 from .common import Backbone, DNAModel
 
 #: The value to which the released models' windows, which multiply the filters, decay.

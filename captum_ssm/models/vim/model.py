@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...attr.call.checks import choice
 from ...errors import OptionError
 from ..checkpoints import check_sizes
-from ..parts import SMALL
+from ..perceptron import SMALL
 from .mixer import BimambaType, VimMixer
 
 #: Position of the class token: after the first half of the patches, before all patches, or after

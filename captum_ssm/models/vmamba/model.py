@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...attr.call.checks import choice
 from ...errors import OptionError
-from ..parts import SMALL, perceptron
+from ..perceptron import SMALL, perceptron
 from .mixer import SS2D
 
 DOWNSAMPLES = ("v1", "v2", "v3")

@@ -1,4 +1,4 @@
-"""Parts that several models have."""
+"""The perceptron of several models, and the size of their initial weights."""
 
 from __future__ import annotations
 
