@@ -142,8 +142,6 @@ class _JoinSearch:
         for each in (*(layer.order for layer in self.layers), order):
             if each is not None and not any(torch.equal(each, one) for one in self.orders):
                 self.orders.append(each)
-        #: Number of mixers that have run in the current replay.
-        self.ran = 0
         #: The layers' inputs and the model's output in a replay without noise.
         self.unchanged: list[Tensor] = []
         #: Tensors at modules in a replay without and with noise.
@@ -265,31 +263,35 @@ class _JoinSearch:
 
         def keep(key: _Key, x: Tensor) -> None:
             nonlocal latest
-            if self.ran in wanted:
+            if self.replays.ran in wanted:
                 version = -1 if x.is_inference() else x._version
                 if latest[0]() is not x or latest[1] != version or version < 0:
                     latest = weakref.ref(x), version, x.detach().clone()
-                found[key] = _Seen(self.ran, latest[2])
+                found[key] = _Seen(self.replays.ran, latest[2])
 
-        entering, output = self._replayed(keep)
+        read = self._replayed(keep)
         if not self.slots:
-            self.unchanged = [*entering, output]
+            self.unchanged = read
         return found
 
-    def _replayed(self, receive: Callable[[_Key, Tensor], None]) -> tuple[list[Tensor], Tensor]:
-        """Replay with noise at each layer's tokens; pass modules' tensors to ``receive``."""
-        self.ran = 0
+    def _replayed(self, receive: Callable[[_Key, Tensor], None]) -> list[Tensor]:
+        """Replay with noise at each layer's tokens; pass modules' tensors to ``receive``.
+
+        Return the layers' inputs and the output.
+        """
+        read: list[Tensor] = []
 
         def note(module: nn.Module, call: int, enters: bool, value: Any) -> None:
             for i, x in enumerate(sequences_in(value)):
                 receive((module, call, enters, i), x)
 
-        def leaf(k: int, _: Tensor) -> Tensor:
-            self.ran = k + 1
+        def leaf(k: int, entering: Tensor) -> Tensor:
+            read.append(entering)
             return self._leaf(k)
 
         with observing(self.modules, note):
-            return self.replays.run(leaf)
+            output = self.replays.run(leaf)
+        return [*read, output]
 
     def _read_elsewhere(self, joins: Sequence[_Join]) -> set[_Join]:
         """Return the joins whose outputs the model also reads outside of the residual stream."""
@@ -321,13 +323,13 @@ class _JoinSearch:
                     noisy = torch.stack([self.slots[k].on for k in each.members]).any(0)
                     now, then = each.found.reading(x), each.found.reading(real)
                     changes.append((changed(now, then) & ~noisy.to(x.device)).any())
-                    if ran := range(max(each.members) + 1, self.ran):
+                    if ran := range(max(each.members) + 1, self.replays.ran):
                         early.update(dict.fromkeys(ran, now.clone()))
                 x.detach().copy_(real)
 
-        entering, output = self._replayed(put_back)
+        read = self._replayed(put_back)
         self.slots = slots
-        for k, (x, y) in enumerate(zip([*entering, output], before, strict=True)):
+        for k, (x, y) in enumerate(zip(read, before, strict=True)):
             stream = early[k].to(x.device) if k in early else None
             if stream is None or stream.shape != x.shape or norm_of(stream, x, None) is None:
                 changes.append(changed(x, y).any())

@@ -101,8 +101,11 @@ def place(
 
     def run(on: Mapping[int, Tensor], root: bool) -> tuple[Tensor, list[Tensor | None]]:
         """Replay with noise; return the first layer's input and the values of all ``parts``."""
+        entering: list[Tensor] = []
 
-        def leaf(k: int, _: Tensor) -> Tensor:
+        def leaf(k: int, x: Tensor) -> Tensor:
+            if k == 0:
+                entering.append(x)
             at, turn = on.get(k), layers[k].order
             if at is None:
                 return replays.leaf(k).clone()
@@ -114,7 +117,7 @@ def place(
             return replays.noisy(x, begun[-1])
 
         with _first_tensors(parts) as found, torch.no_grad():
-            entering, _ = replays.run(leaf, begin if root else None)
+            replays.run(leaf, begin if root else None)
         return entering[0], [found.get(p[:3]) for p in parts]
 
     begun: list[Tensor] = []

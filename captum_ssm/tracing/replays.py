@@ -174,6 +174,7 @@ class Replays:
     Attributes:
         root: the tensor in which tokens first appear: the floating input, the embeddings of the
             explained ids, the ids if other ids are looked up as well, or :attr:`entry`.
+        ran: the number of layers that have run in the current replay.
     """
 
     def __init__(
@@ -188,6 +189,7 @@ class Replays:
         self.layers, self.beginning, self.start = layers, beginning, start
         self._call, self._vouched = call, vouched
         self._known: dict[Any, Tensor] = {}
+        self.ran = 0
         self.root: Tensor | None = start
         #: The largest inputs of modules with mixers, by number of features, once measured. Noise
         #: must be visible in a residual stream that is a thousand times larger than an output.
@@ -260,9 +262,15 @@ class Replays:
                 changes[:] = changed(x, before)[:, : ids.shape[1]]
             return x
 
+        read: list[Tensor] = []
+
+        def leaf(k: int, entering: Tensor) -> Tensor:
+            if k == 0:
+                read.append(entering)
+            return self.leaf(k).clone()
+
         with self.beginning.at_look_up(see):
-            noise = functools.partial(self.noisy, on=True)  # replaces the ids by others
-            read, _ = self.run(lambda k, _: self.leaf(k).clone(), noise)
+            self.run(leaf, functools.partial(self.noisy, on=True))  # replaces the ids by others
         if bool(changes.all() and ids.sort(1).values.diff(dim=1).all()):
             return False
         return bool(changed(read[0], self.layers[0].call.hidden_states).any())
@@ -338,23 +346,20 @@ class Replays:
 
     def run(
         self, leaf: Leaf, root: Callable[[Tensor], Tensor] | None = None, moved: int = 0
-    ) -> tuple[list[Tensor], Tensor]:
-        """Run the model once more, with outputs of the mixers from ``leaf``.
+    ) -> Tensor:
+        """Run the model once more, with outputs of the mixers from ``leaf``; return the output.
 
         Args:
-            leaf: a function that returns each layer's output.
+            leaf: a function that takes each layer's number and input, and returns its output.
             root: a function that takes the root and returns the new root. Default: None, the root
                 stays.
             moved: number of tokens by which recorded outputs of the classes :data:`WITHIN_TOKENS`
                 are shifted. Default: 0.
 
-        Returns:
-            The input sequences of the layers, and the model's output.
-
         Raises:
             InputError: when the model calls its mixers in a different order.
         """
-        start, seen = self.start, self.beginning
+        start, seen, self.ran = self.start, self.beginning, 0
         with _lock_of(seen.model), torch.no_grad(), ExitStack() as stack:
             if root is not None and self.root is start:
                 start = root(start)
@@ -365,25 +370,24 @@ class Replays:
                 )
             observe(seen.model, [], (), stack, gradients=False, vouched=self._vouched)
             stack.enter_context(self._shifts_kept(moved))
-            entering = stack.enter_context(self._leaves(leaf))
-            stack.enter_context(self._small_heads(entering))
+            stack.enter_context(self._leaves(leaf))
+            stack.enter_context(self._small_heads())
             output = self._call(start).nan_to_num(0, 0, 0)  # -inf bans a token
-        if len(entering) != len(self.layers):
+        if self.ran != len(self.layers):
             raise _another_order()
-        return entering, output
+        return output
 
     @contextmanager
-    def _leaves(self, leaf: Leaf) -> Iterator[list[Tensor]]:
-        """Make mixers return outputs from ``leaf``; yield the list that collects their inputs."""
-        entering: list[Tensor] = []
+    def _leaves(self, leaf: Leaf) -> Iterator[None]:
+        """Make mixers return outputs from ``leaf``."""
         left: list[Any] = []
 
         def instead(mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
-            k = len(entering)
+            k = self.ran
             if k == len(self.layers) or self.layers[k].mixer is not mixer:
                 raise _another_order()
-            entering.append(Call(args, kwargs, None).hidden_states.detach())
-            new = leaf(k, entering[k])
+            self.ran += 1
+            new = leaf(k, Call(args, kwargs, None).hidden_states.detach())
 
             def swap(old: Tensor) -> Tensor:
                 return (new if new.dim() == old.dim() else new[0]).to(old.dtype)
@@ -404,7 +408,7 @@ class Replays:
                 stack.enter_context(hooked(mixer.module.register_forward_pre_hook, _pass))
                 if mixer.module in self._settled:
                     stack.enter_context(at_both_ends(mixer.module, _pass, settled))
-            yield entering
+            yield
 
     @contextmanager
     def _shifts_kept(self, moved: int) -> Iterator[None]:
@@ -420,14 +424,11 @@ class Replays:
             yield
 
     @contextmanager
-    def _small_heads(self, entering: Sequence[Tensor]) -> Iterator[None]:
-        """Replace vocabulary heads after the last layer by copies of their input, which is faster.
-
-        ``entering``, the layers' inputs so far in this replay, shows which modules come later.
-        """
+    def _small_heads(self) -> Iterator[None]:
+        """Replace vocabulary heads after the last layer by copies of their input, to save time."""
 
         def small(module: nn.Linear, own: Callable[..., Any], x: Tensor, *args: Any) -> Any:
-            if len(entering) < len(self.layers):  # layers are still to come: not a head
+            if self.ran < len(self.layers):  # layers are still to come: not a head
                 return own(x, *args)
             # a stand-in in the head's shape; it reads the same token, and that is all we ask
             times = -(-module.out_features // x.shape[-1])

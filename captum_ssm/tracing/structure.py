@@ -37,6 +37,8 @@ from .replays import UNITS, Replays, changed
 #: Up to this number of tokens, each token is identified by the sets that contain it. Beyond it,
 #: random halves detect orders that move many tokens, and rolls detect orders that move few.
 _FEW = 32
+#: The number of tokens at which a replay tests whether layers read an earlier output.
+_TESTS = 64
 
 #: Advice in errors about layers whose matrices cannot be multiplied.
 INSTEAD = (
@@ -224,14 +226,16 @@ def _passing(replays: Replays, first: int, noise: bool) -> list[Tensor]:
     If ``first`` is -1, the model's input has the noise. Later mixers return zeros. A replay with
     ``noise=False`` returns the values without noise for comparison.
     """
+    read: list[Tensor] = []
 
-    def leaf(k: int, _: Tensor) -> Tensor:
+    def leaf(k: int, entering: Tensor) -> Tensor:
+        read.append(entering)
         own = replays.leaf(k)
         return replays.noisy(own, noise and k == first, k) if k <= first else torch.zeros_like(own)
 
     root = functools.partial(replays.noisy, on=noise) if first < 0 else None
-    entering, output = replays.run(leaf, root)
-    return [*entering, output.reshape(len(output), -1)]
+    output = replays.run(leaf, root)
+    return [*read, output.reshape(len(output), -1)]
 
 
 class _OrderSearch:
@@ -247,8 +251,6 @@ class _OrderSearch:
         self.names = [f"Layer {layer.name!r}" for layer in layers] + ["The model's output"]
         self.generator = torch.Generator("cpu").manual_seed(0)
         self.own = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
-        #: Number of layers that have run in the current replay.
-        self.ran = 0
         #: For each token of the first layer the token's index in the root (B, L), or -1 for none.
         self.given, root = self.own, replays.root
         self.in_place = root is not None and root.shape[1] == keep.shape[1]
@@ -269,8 +271,7 @@ class _OrderSearch:
         # once without noise: the output, as replays have it, and whether runs are repeatable
         with replays.measuring():
             again, self.output = self._silent()
-        checks = [self._changed(k, x).any().to(keep.device) for k, x in enumerate(again)]
-        moved = torch.stack(checks).tolist()
+        moved = torch.stack(again).tolist()
         if any(moved):
             raise TrainingModeError(
                 f"{self.names[moved.index(True)]} reads different values when the model runs "
@@ -388,13 +389,19 @@ class _OrderSearch:
         """
         replays, root = self.replays, self.replays.root
         replays.root = root if replays.entry is None else replays.entry
-        moved, output = replays.run(
-            lambda k, _: self.leaves[k].roll(1, 1), lambda x: x.roll(1, 1), moved=1
-        )
+        found: list[Tensor] = []
+
+        def compare(x: Tensor, before: Tensor) -> None:
+            found.append(changed(x, before.roll(1, 1)).any().to(self.keep.device))
+
+        def leaf(k: int, entering: Tensor) -> Tensor:
+            compare(entering, self.entering[k])
+            return self.leaves[k].roll(1, 1)
+
+        output = replays.run(leaf, lambda x: x.roll(1, 1), moved=1)
         replays.root = root
-        pairs = [*zip(moved, self.entering, strict=True)]
-        pairs += [(output, self.output)] * self.per_token
-        found = [changed(x, y.roll(1, 1)).any().to(self.keep.device) for x, y in pairs]
+        if self.per_token:
+            compare(output, self.output)
         return not bool(torch.stack(found).any())
 
     def _root_mask(self, on: Tensor) -> Tensor:
@@ -415,17 +422,15 @@ class _OrderSearch:
             One mask (B, L) of changed tokens for each layer, and one for an output with tokens.
         """
         arrived: list[Tensor] = []
-        self.ran = 0
 
         def leaf(k: int, entering: Tensor) -> Tensor:
-            self.ran = k + 1
             on = self._changed(k, entering)
             if k == 0 and virtual.shape == on.shape:
                 on = on | ((self.given < 0) & virtual).to(on.device)
             arrived.append(on)
             return self.replays.noisy(self.leaves[k], on, k)
 
-        _, output = self.replays.run(leaf, lambda x: self.replays.noisy(x, root))
+        output = self.replays.run(leaf, lambda x: self.replays.noisy(x, root))
         if self.per_token:
             arrived.append(changed(output, self.output))
         return arrived
@@ -475,14 +480,14 @@ class _OrderSearch:
         )
 
     def _silent(self) -> tuple[list[Tensor], Tensor]:
-        """Replay without noise; return the layers' inputs and the output."""
+        """Replay without noise; return whether each layer's input changed, and the output."""
+        moved: list[Tensor] = []
 
-        def leaf(k: int, _: Tensor) -> Tensor:
-            self.ran = k + 1
+        def leaf(k: int, entering: Tensor) -> Tensor:
+            moved.append(self._changed(k, entering).any().to(self.keep.device))
             return self.leaves[k].clone()
 
-        self.ran = 0
-        return self.replays.run(leaf)
+        return moved, self.replays.run(leaf)
 
     def _inside(self, k: int, run: Callable[[], Any]) -> list[tuple[str, Tensor, Tensor]]:
         """Return name, input and output of modules between layers k - 1 and k during ``run``."""
@@ -497,7 +502,7 @@ class _OrderSearch:
                 entered[module, call] = None if x is None else x.detach().clone()
                 return
             before = entered.pop((module, call))
-            if self.ran == k and before is not None and x is not None:
+            if self.replays.ran == k and before is not None and x is not None:
                 found.append((names[module], before, x.detach().clone()))
 
         with observing(names, meet):
@@ -531,16 +536,14 @@ class _OrderSearch:
             free = (self.keep & (self.given >= 0)).flatten().nonzero().flatten()
             free = free if len(free) else self.keep.flatten().nonzero().flatten()
         mixed = torch.randperm(len(free), generator=self.generator, device="cpu")
-        free = free[mixed.to(device)]
+        free = free[mixed[: _TESTS * (n + 1)].to(device)]
         for turn in range(1 + (len(free) < 2 * n + 2)):
             if turn and not bool((found[1:n] == found[: n - 1]).all(1).any()):
                 break  # else layers read the same, or something silences one at its only token
             free = free.roll(turn)
             for start in range(0, n + 1, len(free)):
                 some = torch.arange(start, min(start + len(free), n + 1), device=device)
-                slots = torch.full_like(self.own, n + 1).flatten()
-                slots[free] = some[torch.arange(len(free), device=device) % len(some)]
-                self._link(slots.view_as(self.keep), found)
+                self._link(free, some[torch.arange(len(free), device=device) % len(some)], found)
         if self.replays.root is None:
             found[:, 0] = True  # the path around the first stage is not known
         if not self.per_token:
@@ -552,32 +555,47 @@ class _OrderSearch:
             )
         return found
 
-    def _link(self, slots: Tensor, found: Tensor) -> None:
+    def _link(self, tokens: Tensor, columns: Tensor, found: Tensor) -> None:
         """Find by two replays the earlier outputs that layers read; set them to True in ``found``.
 
-        ``slots`` (B, L) is the column that is tested at each token of the first layer.
+        Args:
+            tokens: tokens of the first layer, numbered over all examples (T,).
+            columns: the column of ``found`` that is tested at each of these tokens (T,).
+            found: the mask that :meth:`_links` returns.
         """
+        none, length = found.shape[1], self.own.shape[1]
+        slots = torch.full_like(self.own, none).flatten()
+        slots[tokens] = columns
+        slots = slots.view_as(self.own)
         ours = [slots if order is None else slots.gather(1, order) for order in self.orders]
+        places = [
+            tokens if order is None else tokens - tokens % length + _inverse(order)[tokens]
+            for order in self.orders
+        ]
 
         def at(noise: bool) -> list[Tensor]:
-            """Replay with or without noise; return the layers' inputs and a per-token output."""
+            """Replay with or without noise; return what layers and output read at ``tokens``."""
+            read: list[Tensor] = []
 
-            def leaf(k: int, _: Tensor) -> Tensor:
+            def keep(k: int, x: Tensor) -> None:
+                read.append(x.flatten(0, 1).index_select(0, places[k].to(x.device)))
+
+            def leaf(k: int, entering: Tensor) -> Tensor:
+                keep(k, entering)
                 own, slot = self.leaves[k], ours[k].to(self.leaves[k].device)
                 # Column 0 is the root, k + 1 leaf k. Leaves later than a token's column are zero:
                 # noise passes them on the stream alone, and through no gate.
                 return self.replays.noisy(own, (slot == k + 1) & noise, k) * (slot > k)[..., None]
 
             on = self._root_mask(slots == 0) & noise
-            entering, output = self.replays.run(leaf, lambda x: self.replays.noisy(x, on))
-            return [*entering, output] if self.per_token else entering
+            output = self.replays.run(leaf, lambda x: self.replays.noisy(x, on))
+            if self.per_token:
+                keep(-1, output)
+            return read
 
-        none = found.shape[1]
         for k, (real, noise) in enumerate(zip(at(False), at(True), strict=True)):
-            is_read = changed(noise, real).to(slots.device) & (ours[k] <= k)
-            read = found.new_zeros(none + 1).scatter_(
-                0, ours[k].where(is_read, none).flatten(), True
-            )
+            is_read = changed(noise, real).to(columns.device) & (columns <= k)
+            read = found.new_zeros(none + 1).scatter_(0, columns.where(is_read, none), True)
             found[k] |= read[:none]
 
     def _link_pooled(self, found: Tensor) -> None:
@@ -611,7 +629,7 @@ class _OrderSearch:
                 return self.replays.noisy(own, on, k) * on.to(own.device)[..., None]
 
             root = self._root_mask(torch.full_like(self.keep, of_others))
-            pooled = self.replays.run(leaf, lambda x: self.replays.noisy(x, root))[1]
+            pooled = self.replays.run(leaf, lambda x: self.replays.noisy(x, root))
             return pooled.reshape(len(pooled), -1)
 
         everywhere, given = torch.ones_like(self.keep), self.given >= 0
@@ -624,6 +642,11 @@ class _OrderSearch:
             # an output that reads only tokens added by the model never meets noise in the root;
             # such tokens are taken to pass the layers by
             found[-1, 0] |= not bool(changed(output(given, False), neither).any())
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """Return each token's position in an order of tokens (B, L), for all examples (B L,)."""
+    return order.argsort(1).flatten()
 
 
 def _lower_first(name: str) -> str:

@@ -16,8 +16,15 @@ from helpers.rules import frozen_flow
 from helpers.versions import transformers5
 from zoo.mamba import transformers_model
 
-from captum_ssm import EdgeEffects, LatimFlow, LayerLatimFlow, SSMLLMAttribution
+from captum_ssm import (
+    EdgeEffects,
+    ImplicitAttentionRollout,
+    LatimFlow,
+    LayerLatimFlow,
+    SSMLLMAttribution,
+)
 from captum_ssm.explain.estimate import Live
+from captum_ssm.tracing import record, structure
 
 pytestmark = [transformers5, pytest.mark.slow]
 TOKENS, WIDTH, LAYERS = 512, 48, 4
@@ -91,3 +98,13 @@ def test_inside_a_model_a_block_more_adds_few_streams(of: Any, kept: int) -> Non
     ids, methods = torch.randint(15, (1, TOKENS)), [of(model(layers)) for layers in (10, 16)]
     few, many = (sequences(partial(read, each)) for each in methods)
     assert many - few <= 6 * kept * 1.1
+
+
+def test_a_row_holds_two_sequences_of_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mixer's input and output: replays hold nothing more, if no operator is kept."""
+    monkeypatch.setattr(record, "_SHARE", 2**60)
+    monkeypatch.setattr(structure, "_TESTS", 4)
+    ids = torch.randint(15, (1, TOKENS))
+    rollouts = (ImplicitAttentionRollout(model(n)) for n in (LAYERS, 3 * LAYERS))
+    fewer, more = (sequences(partial(each.attribute, ids)) for each in rollouts)
+    assert more - fewer <= 2 * LAYERS * 2.1
