@@ -607,6 +607,9 @@ class _OrderSearch:
 
         Args:
             found: for each layer and the output, whether it reads the root and each layer.
+
+        Raises:
+            NotAChain: if the output reads two of these layers at different tokens.
         """
         last = len(self.leaves) - 1
         stage = [k for k in range(last + 1) if k == last or torch.equal(found[k], found[last])]
@@ -636,6 +639,19 @@ class _OrderSearch:
         neither = output(~everywhere, False)
         for k in stage:
             found[-1, k + 1] = changed(output(everywhere, False, k), neither).any()
+        stage = [k for k in stage if found[-1, k + 1]]
+        if len(stage) > 1:
+            halves = [x for has in self._sets_by_bit(self.keep.shape[1]) for x in (has, ~has)]
+            answers = [
+                torch.stack([changed(output(on, False, k), neither) for on in halves])
+                for k in stage
+            ]
+            others = [k for k, x in zip(stage, answers, strict=True) if not x.equal(answers[-1])]
+            if others:
+                raise NotAChain(
+                    f"The model's output reads {_lower_first(self.names[stage[-1]])} and "
+                    f"{_lower_first(self.names[others[0]])} at different tokens. {INSTEAD}"
+                )
         older = found[last].nonzero().flatten()
         found[-1, older] = changed(output(~everywhere, True), neither).any()
         if older.tolist() == [0] and not bool(given.all()):

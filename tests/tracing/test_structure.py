@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,38 @@ def test_entries_that_are_banned_hide_no_order() -> None:
         found = ImplicitAttentionRollout(lambda x: net(x) + banned, net).attribute(ids, query=0)
         expected = ImplicitAttentionRollout(net).attribute(ids, query=0)
     assert torch.equal(found, expected)
+
+
+class Bidirectional(Net):
+    """One mixer reads the tokens forward and one backward; ``pool`` gets both outputs."""
+
+    def __init__(self, pool: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(nn.Identity())
+        self.pool = pool
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.embed(ids)
+        return self.head(self.pool(self.a(x), self.b(x.flip(1))))
+
+
+POOLED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
+    "mean of both": (lambda a, b: a.mean(1) - b.mean(1), True),
+    "last of both": (lambda a, b: a[:, -1] - b[:, 0], True),
+    "last of each": (lambda a, b: a[:, -1] - b[:, -1], False),
+    "mean and last": (lambda a, b: a.mean(1) - b[:, 0], False),
+}
+
+
+@pytest.mark.parametrize(("pool", "passes"), POOLED.values(), ids=POOLED)
+@pytest.mark.parametrize("tokens", [2, 8])
+def test_a_pooled_output_reads_parallel_layers_at_the_same_tokens(
+    tokens: int, pool: Any, passes: bool
+) -> None:
+    with wrapped.never_rounded():
+        method = ImplicitAttention(Bidirectional(pool).eval())
+        refuses = nullcontext() if passes else pytest.raises(InputError, match="different tokens")
+        with refuses:
+            method.attribute(torch.randint(11, (1, tokens)), target=1)
 
 
 @pytest.mark.parametrize("reads", ["all", "mean"])
