@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..operators.kernels.arithmetic import unseen
 from ..operators.kernels.truths import may_hold_any
 
 #: Receives a constant's gradient, its value, and the name of the module that added it.
@@ -74,14 +75,15 @@ class Ledger:
             out: a tensor of the graph.
             constant: the constant, broadcastable to ``out``.
         """
-        constant = once(constant.detach())
-        if not self.kept:
-            out = out - _droppable(constant)
-            constant = constant - _droppable(constant)
-            if not may_hold_any(constant):
-                return out
-        self.record(out, constant)
-        return out
+        with unseen():
+            constant = once(constant.detach())
+            if not self.kept:
+                out = out - _droppable(constant)
+                constant = constant - _droppable(constant)
+                if not may_hold_any(constant):
+                    return out
+            self.record(out, constant)
+            return out
 
     def included_in(self, out: Tensor, constant: Tensor) -> None:
         """Record that ``constant`` is a summand of ``out``, which was changed in place.

@@ -317,7 +317,8 @@ def _selective_scan(
     **options: Any,
 ) -> Any:
     """Call mamba_ssm's selective_scan_fn or transformers' mamba_selective_scan on u (B, D, L)."""
-    on_processor = u.device.type == "cpu" and B.dim() == C.dim() == 3 and not A.is_complex()
+    with unseen():
+        on_processor = u.device.type == "cpu" and B.dim() == C.dim() == 3 and not A.is_complex()
 
     def scan(
         u: Tensor,
@@ -637,6 +638,7 @@ def _entered(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     In other code the wrapper only calls the kernel. It leaves the mixer to its adapter if the call
     has an argument that the entry does not support, or is one for a single token without a cache.
     """
+    unsupported = _UNSUPPORTED - _WITH_CACHE.get(entry, frozenset())
 
     def repaired(kernel: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(kernel)
@@ -644,13 +646,14 @@ def _entered(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             reading = now.get()
             if reading is None:
                 return kernel(*args, **kwargs)
-            known = _WITH_CACHE.get(entry, frozenset()) if reading.continues else frozenset()
-            unknown = any(_is_given(kwargs.get(name)) for name in _UNSUPPORTED - known)
+            refused = unsupported if reading.continues else _UNSUPPORTED
+            unknown = any(_is_given(kwargs[name]) for name in refused & kwargs.keys())
             step_alone = entry in _STEPS and not reading.continues
             if reading.given_up or unknown or step_alone:
                 return reading.give_up(kernel, *args, **kwargs)
-            # weights are constants, and get no relevance
-            args, kwargs = reading.mode.without_weights(args), reading.mode.without_weights(kwargs)
+            with unseen():  # weights are constants, and get no relevance
+                args = reading.mode.without_weights(args)
+                kwargs = reading.mode.without_weights(kwargs)
             return entry(reading, kernel, *args, **kwargs)
 
         # the kernel itself, for _itself()

@@ -266,10 +266,11 @@ class Network(Watcher):
     def while_mixing(
         self, module: nn.Module, sequence: Tensor | None
     ) -> Sequence[AbstractContextManager[Any]]:
-        if self._reads(module, sequence):
-            reading = Reading(self.mode, sequence, self.continues, self.carried, module)
-            self._readings.append(reading)
-            return (self._readings[-1].on(),)
+        with unseen():
+            if self._reads(module, sequence):
+                reading = Reading(self.mode, sequence, self.continues, self.carried, module)
+                self._readings.append(reading)
+                return (reading.on(),)
         return torch.no_grad(), *self.mode.looking_away()
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
@@ -282,17 +283,9 @@ class Network(Watcher):
             return None
         self.mode.known(call.hidden_states)
         if self._is_read.get(mixer.module, False):
-            reading = self._readings.pop()
-            if not self.continues:
-                name, cache = cache_of(mixer.module, call.args, dict(call.kwargs))
-                if cache is not None:
-                    raise refused_cache(name, cache)
-            if reading.explains(call) and all_finite(real):  # else an adapter knows where it began
-                self._limit(real, mixer)
-                reading.mask = mask_of(mixer.module, call)
-                mask = reading.mask
-                self._found(mixer, call, real, None if mask is None else mask[:, -real.shape[1] :])
-                return None
+            with unseen():
+                if self._explains(self._readings.pop(), mixer, call):
+                    return None
         call = replace(call, around={})  # windows stay windows, as later code expects them
         with full_precision(real.device):
             inside = functools.partial(self.sites.in_heads, mixer.module)
@@ -302,6 +295,20 @@ class Network(Watcher):
             self._verify(mixer, call, out)
         self._found(mixer, call, out, linear.mask)
         return out.to(real.dtype)
+
+    def _explains(self, reading: Reading, mixer: Mixer, call: Call) -> bool:
+        """Return True if a mixer's own code has explained the call, and record the call."""
+        real = call.output_tensor
+        if not self.continues:
+            name, cache = cache_of(mixer.module, call.args, dict(call.kwargs))
+            if cache is not None:
+                raise refused_cache(name, cache)
+        if not reading.explains(call) or not all_finite(real):  # an adapter knows where it began
+            return False
+        self._limit(real, mixer)
+        reading.mask = mask = mask_of(mixer.module, call)
+        self._found(mixer, call, real, None if mask is None else mask[:, -real.shape[1] :])
+        return True
 
     def _found(self, mixer: Mixer, call: Call, out: Tensor, mask: Tensor | None) -> None:
         """Record the mask of a mixer call, and its output as a :class:`Step`."""

@@ -148,8 +148,8 @@ class Reading:
             out = run(
                 **{name: x if name in contents else x.detach() for name, x in factors.items()}
             )
-        if out.grad_fn is not None:
-            self._moved[out.grad_fn] = [factors[name].grad_fn for name in contents]
+            if out.grad_fn is not None:
+                self._moved[out.grad_fn] = [factors[name].grad_fn for name in contents]
         return out
 
     def moved_with_state(

@@ -295,10 +295,12 @@ def strangers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     Modules inside a supported mixer, or containing one, are left out. Ignoring a call of a yielded
     module would make an explanation silently wrong.
     """
-    names = [name for mixer in registered_mixers(model) for name in mixer.names]
+    names: list[str] | None = None
     for name, module in model.named_modules():
         if not looks_like_a_mixer(module) or adapter_for(module) is not None:
             continue
+        if names is None:
+            names = [name for mixer in registered_mixers(model) for name in mixer.names]
         inside = any(_contains(outer, name) for outer in names)
         around = any(_contains(name, inner) for inner in names)
         if not inside and not around:

@@ -57,13 +57,12 @@ def graphs_dropped(model: nn.Module) -> Iterator[None]:
         >>> model.state.requires_grad
         False
     """
-    before = {module: _graph_attributes(module) for module in model.modules()}
+    before = _graph_attributes(model)
 
     def drop() -> None:
-        for module, held in before.items():
-            for name, tensor in _graph_attributes(module).items():
-                if held.get(name) is not tensor:
-                    setattr(module, name, tensor.detach())
+        for (module, name), tensor in _graph_attributes(model).items():
+            if before.get((module, name)) is not tensor:
+                setattr(module, name, tensor.detach())
 
     with lasting(lambda: drop):
         yield
@@ -86,9 +85,14 @@ def begun(x: Tensor) -> Tensor:
     return x.detach() - x.new_zeros((), requires_grad=True)
 
 
-def _graph_attributes(module: nn.Module) -> dict[str, Tensor]:
-    attributes = vars(module).items()
-    return {n: t for n, t in attributes if isinstance(t, Tensor) and t.grad_fn is not None}
+def _graph_attributes(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    """Return the tensors with a graph that are plain attributes of a model's modules."""
+    return {
+        (module, name): value
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and value.grad_fn is not None
+    }
 
 
 @contextmanager
