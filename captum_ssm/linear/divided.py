@@ -27,11 +27,12 @@ class Core:
     Attributes:
         reading: the mixer call, which runs under the rules.
         run: a function that calls the kernel with its factors as keyword arguments, and returns
-            the result, or the result and a last state.
+            the result, or the result and a last state; if there is a gate, the result and tensors
+            that are added to ``mapped``.
         roles: the role of each factor, and the factor's token dimension.
         factors: the factors by name.
         gate: the gate that multiplies a linear map of the result. Default: None.
-        at_rest: the gate's value for an input of 0. Default: 0.
+        at_rest: the gate's value for an input of 0, or one value for each channel. Default: 0.
         result: the kernel's output, if there is a gate. Default: None.
         mapped: the kernel's output after a linear map, if there is a gate. Default: None.
         softmax: whether the kernel is softmax attention. Default: False.
@@ -48,7 +49,7 @@ class Core:
     roles: Mapping[str, tuple[Role, int]]
     factors: Mapping[str, Tensor]
     gate: Tensor | None = None
-    at_rest: float = 0.0
+    at_rest: float | Tensor = 0.0
     result: Tensor | None = None
     mapped: Tensor | None = None
     softmax: bool = False
@@ -60,9 +61,27 @@ class Core:
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", self.reading.mode.labels.new_key())
 
-    def gated(self, result: Tensor, mapped: Tensor, gate: Tensor, at_rest: float) -> Core:
-        """Return the :class:`Core` of a gate times a linear map of the kernel's result."""
+    def gated(
+        self, result: Tensor, mapped: Tensor, gate: Tensor, at_rest: float | Tensor
+    ) -> Core:
+        """Return the :class:`Core` of a gate times an affine map of the kernel's result."""
         return replace(self, gate=gate, at_rest=at_rest, result=result, mapped=mapped)
+
+    def beside(self, run: Callable[..., Tensor], name: str, factor: Tensor, role: Role) -> Core:
+        """Return the :class:`Core` whose results are the kernel's and that of ``run``.
+
+        Args:
+            run: a function of all factors (B, L, ...).
+            name, factor, role: a further factor, which only ``run`` reads.
+        """
+
+        def both(**factors: Tensor) -> tuple[Tensor, Tensor]:
+            added = run(**factors)
+            del factors[name]
+            return self.outputs(**factors)[0], added
+
+        roles, factors = {**self.roles, name: (role, 1)}, {**self.factors, name: factor}
+        return replace(self, run=both, roles=roles, factors=factors)
 
     @property
     def live(self) -> dict[str, Tensor]:
@@ -129,15 +148,18 @@ class Core:
             outs = self.outputs(**{name: x for name, x in at.items() if "@" not in name})
             if self.gate is None:
                 return self._back(outs, at, names, ups)
-            (out,), (up,) = outs, ups
-            assert up is not None
+            (out, *added), (up,) = outs, ups
+            assert up is not None and self.result is not None and self.mapped is not None
             gate = self.gate.detach()
             if FAMILY[self.reading.mode.rule]["gate"].reference == "rest":
                 gate = self.at_rest + (gate - self.at_rest) * node
             to_result, map_back = self._map(up * gate)
-            found = self._back(outs, at, names, [to_result])
+            found = self._back(outs, at, names, [to_result, *(up * gate for _ in added)])
             if _GATE in live:
-                found[_GATE] = up * map_back(out.detach())
+                # the map's constant, such as a norm's bias, counts as content
+                mapped = map_back(out.detach() - node * self.result.detach())
+                mapped = mapped + node * self.mapped.detach()
+                found[_GATE] = up * sum((x.detach().reshape(up.shape) for x in added), mapped)
         return found
 
     def _back(

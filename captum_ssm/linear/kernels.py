@@ -53,8 +53,8 @@ _VECTORS = _roles(
     1,
     content="v value x hidden_states",
     query="q query r C",
-    key="k key p B",
-    step="g gk w dt beta s",
+    key="k key p B erase",
+    step="g gk w dt beta s erase_step",
 )
 #: Roles for shape (B, H, L, P).
 _PAIRS = _roles(-2, content="value", query="query", key="key")
@@ -193,6 +193,69 @@ def _by_token(kernel: Callable[..., Any]) -> Callable[..., Any]:
         return torch.einsum("bhnp,bhn->bhp", state, q)[:, None].to(value.dtype), state
 
     return step
+
+
+def _rwkv7(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """Call chunk_rwkv7 with erasing keys and steps as factors, in place of their products."""
+    if not _bind(kernel, args, given) or reading.step is None:
+        return reading.give_up(kernel, **given)
+    erase = -given.pop("a")
+    step = torch.unflatten(reading.step, -1, given.pop("b").shape[-2:])
+    return _vectors(reading, _by_erasing(kernel), erase=erase, erase_step=step, **given)
+
+
+@functools.cache
+def _by_erasing(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def call(erase: Tensor, erase_step: Tensor, **given: Any) -> Any:
+        return kernel(a=-erase, b=erase * erase_step, **given)
+
+    return call
+
+
+def _updated_keys(
+    reading: Reading, kernel: Callable[..., Tensor], k: Tensor, a: Tensor, ka: Tensor
+) -> Tensor:
+    """Compute fused_k_rwkv7, keys (B, L, H N) updated by steps ``a``, by torch functions."""
+    reading.step, wide = a, _wide(k)
+    return (wide + wide * (a - 1) * ka).to(k.dtype)
+
+
+def _mixed(
+    reading: Reading, kernel: Callable[..., Any], hidden: Tensor, delta: Tensor, *shares: Tensor
+) -> list[Tensor]:
+    """Compute fused_addcmul_rwkv7, whose backward pass overwrites ``hidden``."""
+    x, change = _wide(hidden), _wide(delta)
+    return [(x + change * share).to(hidden.dtype) for share in shares]
+
+
+def _corrected(
+    reading: Reading,
+    kernel: Callable[..., Tensor],
+    o: Tensor,
+    r: Tensor,
+    k: Tensor,
+    r_k: Tensor,
+    v: Tensor,
+    g: Tensor,
+) -> Tensor:
+    """Compute RWKV-7's gate_output_correction, (o + (r . (r_k k)) v) g, as one product."""
+    own = (_wide(reading.selecting(r)) * reading.selecting(k) * r_k).sum(-1, keepdim=True)
+    if not reading.mode.divides:
+        return ((o + (own * v).flatten(-2)) * g).to(o.dtype)
+    assert reading.mixer is not None
+    with torch.no_grad(), unseen():
+        out = kernel(*(x.detach() for x in (o, r, k, r_k, v, g)))
+        at_rest = reading.mixer.g_lora(r.new_zeros(1, 1, reading.mixer.hidden_size))
+    return reading.corrected(out, o, own, g, at_rest)
+
+
+def _normalized(reading: Reading, kernel: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """Compute fla's l2_norm by torch functions."""
+    return unit(_wide(x)).to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _conv(
@@ -593,7 +656,7 @@ def _of_content(reading: Reading, kernel: Callable[..., Any], *args: Any, **give
 
 #: Names of flash-linear-attention's kernels; each kernel has several of the forms below.
 _OF_FLA = """
-retention gla simple_gla linear_attn delta_rule comba
+retention gla simple_gla linear_attn delta_rule comba rwkv6
 """
 _OF_GATED_DELTA = "gated_delta_rule kda"
 _FOR_CONTENT = "based gsa hgrn lightnet"
@@ -616,6 +679,11 @@ ENTRIES: dict[str, Entry] = {
     "torch_recurrent_gated_delta_rule": _delta,
     "chunk_kimi_delta_attention": _delta,
     "recurrent_kimi_delta_attention": _delta,
+    "chunk_rwkv7": _rwkv7,
+    "fused_k_rwkv7": _updated_keys,
+    "fused_addcmul_rwkv7": _mixed,
+    "gate_output_correction": _corrected,
+    "l2_norm": _normalized,
     "flash_attn_func": _softmax_vectors,
     **{f"{form}_forgetting_attn": _softmax_vectors for form in _FORMS},
     **{f"{form}_{name}": _vectors for name in _OF_FLA.split() for form in _FORMS},

@@ -46,7 +46,7 @@ Roles = Mapping[str, tuple[Role, int]]
 
 #: Modules of the adapters whose mixers are explained by their own running code.
 _READ = """
-attention lfm2 mamba mamba2 delta fla.attention fla.delta fla.gated fla.linear
+attention lfm2 mamba mamba2 delta fla.attention fla.delta fla.gated fla.linear fla.rwkv
 """
 #: Adapters whose operators are faster on a CPU than the mixer's code, for rules with shares.
 _SLOW = ("mamba", "mamba2", "delta")
@@ -78,6 +78,7 @@ class Reading:
         carried: what the run receives and passes on as one chunk of a sequence, or None.
         mixer: the mixer.
         scans: the number of selective scans so far, if they are of a chunk.
+        step: RWKV-7's step sizes for erasing (B, L, H N), or None.
         gates: in a short convolution with gates, the number of products so far. The first factor of
             a product is the gate, a projection without an activation. None in other mixers.
 
@@ -99,8 +100,11 @@ class Reading:
         self.mode, self.continues, self.carried, self.mixer = mode, continues, carried, mixer
         self._entered = None if sequence is None else sequence.grad_fn
         self.given_up, self.scans = False, 0
-        has_gates = mixer is not None and READ.get(class_path(type(mixer))) == "lfm2"
-        self.gates = 0 if has_gates else None
+        kind = None if mixer is None else READ.get(class_path(type(mixer)))
+        self.gates = 0 if kind == "lfm2" else None
+        self.step: Tensor | None = None
+        #: Whether products before the kernel, as of RWKV's token mixing, are shared equally.
+        self._shares_products = kind == "fla.rwkv"
         self.mask: Tensor | None = None
         self._mixes = False
         #: Graph nodes of kernels' results, with the graph nodes of the kernels' contents.
@@ -242,7 +246,7 @@ class Reading:
         behind = [(x, *self._behind(x)) for x in live if self.mode.divides]
         found = [each for each in behind if each[1]]
         if not found:
-            self.given_up |= (len(live), len(straight)) != (2, 1)
+            self.given_up |= (len(live), len(straight)) != (2, 1) and not self._shares_products
             if self.gates != 1 or not self.mode.divides:
                 return None
             factors = dict(zip(_WRITTEN, live, strict=False))
@@ -260,6 +264,18 @@ class Reading:
         else:
             core = core.gated(result, mapped, gate, at_rest)
         return divided(core, out)[0]
+
+    def corrected(
+        self, out: Tensor, mapped: Tensor, own: Tensor, gate: Tensor, at_rest: Tensor
+    ) -> Tensor:
+        """Divide (mapped + own v) gate, where the kernel behind ``mapped`` has the values v."""
+        cores, of_others = self._behind(mapped)
+        if len(cores) != 1 or of_others:
+            self.given_up = True
+            return out
+        ((core, result),) = cores
+        core = core.beside(lambda own, v, **_: own * v, "own", own, "key")
+        return divided(core.gated(result, mapped, gate, at_rest), out)[0]
 
     def _at_rest(self, gate: Tensor) -> float | None:
         """Return the value that ``gate`` has for an input of 0; None if the value is not known."""

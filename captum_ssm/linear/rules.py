@@ -335,8 +335,14 @@ def with_summand(product: Callable[..., Tensor], left: str, right: str) -> Rule:
 
 
 def lerp(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute lerp as x + (end - x) * weight, by the rules of sums and products."""
+    """Compute lerp as x + (end - x) * weight, by the rules of sums and products.
+
+    In a mixer that is explained by its own code, the weight is frozen: RWKV-7's share of the first
+    layer's values.
+    """
     (x, end, weight), _ = positional(args, kwargs, "input", "end", "weight")
+    if mode.reading is not None and mode.is_live(weight):
+        weight = weight.detach()
     difference = summing(mode, torch.sub, (end, x), {})
     return summing(mode, torch.add, (x, mode.product(torch.mul, (difference, weight), {})), {})
 

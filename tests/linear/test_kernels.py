@@ -64,6 +64,7 @@ PACKAGE: dict[str, Make] = {
 #: Families of flash-linear-attention, by the entries of its references, and how much they round.
 FLA: dict[str, float] = {
     **dict.fromkeys(("GLA", "HGRN2", "DeltaNet", "GatedDeltaNet", "KDA", "Comba"), 1e-12),
+    **dict.fromkeys(("RWKV6", "RWKV7", "RWKV7 fused"), 1e-12),
     **dict.fromkeys(("LinearAttention", "ForgettingTransformer", "Transformer"), 1e-12),
     "RetNet": 1e-7,  # whose angles are float32
 }
