@@ -76,4 +76,4 @@ def check_read(
     assert read and all(read), "an adapter was asked"
     patch.setattr(Network, "_reads", lambda *_: False)
     error = relative_error(found, explain.attribute(ids, (-1, 3)))
-    assert error <= bound
+    assert error <= bound, error

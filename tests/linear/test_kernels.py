@@ -64,7 +64,7 @@ PACKAGE: dict[str, Make] = {
 #: Families of flash-linear-attention, by the entries of its references, and how much they round.
 FLA: dict[str, float] = {
     **dict.fromkeys(("GLA", "HGRN2", "DeltaNet", "GatedDeltaNet", "KDA", "Comba"), 1e-12),
-    **dict.fromkeys(("RWKV6", "RWKV7", "RWKV7 fused"), 1e-12),
+    **dict.fromkeys(("RWKV6", "RWKV7", "RWKV7 fuse_norm"), 1e-12),
     **dict.fromkeys(("LinearAttention", "ForgettingTransformer", "Transformer"), 1e-12),
     "RetNet": 1e-7,  # whose angles are float32
 }
@@ -142,18 +142,21 @@ def test_read_in_mamba_ssm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_fla(name: str, patch: pytest.MonkeyPatch) -> Any:
-    return fla_cpu.install(patch).model(name, norm_eps=0.05, **fla_references.MODELS.get(name, {}))
+    family, *fused = name.split()
+    how = {"norm_eps": 0.05, **fla_references.MODELS.get(family, {})}
+    return fla_cpu.install(patch).model(family, **how | dict.fromkeys(fused, True))
 
 
 @pytest.mark.parametrize("name", slow_but(("GLA",), (*FLA, *FOR_CONTENT)))
 def test_read_in_fla(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     explained = Explained(of_fla(name, monkeypatch), monkeypatch)
     for rule in RULES:
-        explained.read.clear()
-        found = explained(rule)
-        is_read = name not in FOR_CONTENT or rule in ("frozen", "half")
-        assert explained.read and set(explained.read) == {is_read}
-        assert relative_error(found, explained.by_operators(rule)) < FLA.get(name, 1e-12)
+        for mask in (None, MASK) if name.startswith("RWKV") else (None,):
+            explained.read.clear()
+            found = explained(rule, mask)
+            is_read = name not in FOR_CONTENT or rule in ("frozen", "half")
+            assert explained.read and set(explained.read) == {is_read}
+            assert relative_error(found, explained.by_operators(rule, mask)) < FLA.get(name, 1e-12)
 
 
 def test_packed_sequences_are_left_to_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,9 +263,11 @@ def test_a_product_that_is_no_gates_is_left_to_the_adapter(monkeypatch: pytest.M
     assert explained.read == [False, False]
 
 
-@pytest.mark.parametrize("name", ["mamba", "lfm2 with biases"])
+@pytest.mark.parametrize("name", ["mamba", "lfm2 with biases", "RWKV6", "RWKV7"])
 def test_roles_follow_paths_through_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = TRANSFORMERS[name](monkeypatch).double()
+    of_transformers = TRANSFORMERS.get(name)
+    make = (lambda patch: of_fla(name, patch)) if of_transformers is None else of_transformers
+    model = make(monkeypatch).double()
     monkeypatch.setattr(reading, "_SLOW", ())
     ids = torch.randint(13, (2, 9))
     asked = {"target": (-1, 3), "rule": "centered", "roles": True}
