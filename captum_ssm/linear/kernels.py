@@ -659,7 +659,7 @@ _OF_FLA = """
 retention gla simple_gla linear_attn delta_rule comba rwkv6
 """
 _OF_GATED_DELTA = "gated_delta_rule kda"
-_FOR_CONTENT = "based gsa hgrn lightnet"
+_FOR_CONTENT = "based gsa hgrn lightnet mesa_net"
 _FORMS = ("chunk", "fused_recurrent", "fused_chunk", "parallel")
 
 #: The entry of each kernel, by the name that modules give it.

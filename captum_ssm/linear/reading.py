@@ -46,7 +46,7 @@ Roles = Mapping[str, tuple[Role, int]]
 
 #: Modules of the adapters whose mixers are explained by their own running code.
 _READ = """
-attention lfm2 mamba mamba2 delta fla.attention fla.delta fla.gated fla.linear fla.rwkv
+attention lfm2 mamba mamba2 delta fla.attention fla.delta fla.gated fla.linear fla.mesa_net fla.rwkv
 """
 #: Adapters whose operators are faster on a CPU than the mixer's code, for rules with shares.
 _SLOW = ("mamba", "mamba2", "delta")

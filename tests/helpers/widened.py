@@ -13,6 +13,7 @@ class InFloat64(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if kwargs.get("dtype") is torch.float32:
+        by_default = torch.float32 if func is torch.ops.aten.zeros.default else None
+        if kwargs.get("dtype", by_default) is torch.float32:
             kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)

@@ -69,7 +69,7 @@ FLA: dict[str, float] = {
     "RetNet": 1e-7,  # whose angles are float32
 }
 #: Those whose factors' roles are other functions of a kernel's arguments.
-FOR_CONTENT = ("HGRN", "LightNet", "GSA")
+FOR_CONTENT = ("HGRN", "LightNet", "GSA", "MesaNet")
 #: A mask of 2 examples, the first of which is padded.
 MASK = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
 
