@@ -61,9 +61,7 @@ class Core:
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", self.reading.mode.labels.new_key())
 
-    def gated(
-        self, result: Tensor, mapped: Tensor, gate: Tensor, at_rest: float | Tensor
-    ) -> Core:
+    def gated(self, result: Tensor, mapped: Tensor, gate: Tensor, at_rest: float | Tensor) -> Core:
         """Return the :class:`Core` of a gate times an affine map of the kernel's result."""
         return replace(self, gate=gate, at_rest=at_rest, result=result, mapped=mapped)
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from ..mixers.parts.common import unit
 from ..operators import SelectiveScan
 from ..operators.kernels.arithmetic import unseen
 from ..tracing.changes import Shared, lasting
+from ..tracing.hooks import detached
 from ..tracing.repair.fused import gated_norm
 from ..tracing.repair.loops import Repair, replacing
 from .divided import Core
@@ -65,7 +66,15 @@ _UNSUPPORTED = frozenset(
         *("initial_states", "initial_state", "seq_idx", "cu_seqlens", "cu_seq_lens_q"),
         *("return_last_state", "return_final_states", "return_varlen_states"),
         *("final_states_out", "output_final_state", "b_rms_weight", "c_rms_weight"),
-        *("dt_rms_weight", "B_proj_bias", "C_proj_bias", "residual", "cache", "reverse"),
+        *(
+            "c_initial",
+            "dt_rms_weight",
+            "B_proj_bias",
+            "C_proj_bias",
+            "residual",
+            "cache",
+            "reverse",
+        ),
     )
 )
 #: Arguments that ask for last states. They and ``STATES`` are accepted if a cache was passed.
@@ -654,6 +663,21 @@ def _of_content(reading: Reading, kernel: Callable[..., Any], *args: Any, **give
     return entry(kernel, *args, **given)
 
 
+def _mlstm(reading: Reading, kernel: Callable[..., Any], backend: Any, **given: Any) -> Any:
+    """Call the kernels of mLSTM, by a backend's method, for rules that freeze their factors."""
+    if "siging" in str(backend.config.chunkwise_kernel):
+        return reading.give_up(kernel, backend, **given)
+    values, keys = ("v", "k") if "v" in given else ("value", "key")
+    factors, states = {name: given.pop(name) for name in (values, keys)}, list[Any]()
+    given = {name: detached(x) for name, x in given.items()}
+
+    def run(**factors: Tensor) -> Tensor:
+        out, *states[:] = kernel(backend, **factors, **given)
+        return cast(Tensor, out)
+
+    return reading.moved(run, _roles(2, content=values, key=keys), factors), *detached(states)
+
+
 #: Names of flash-linear-attention's kernels; each kernel has several of the forms below.
 _OF_FLA = """
 retention gla simple_gla linear_attn delta_rule comba rwkv6
@@ -752,6 +776,8 @@ def _repairs() -> Iterable[Repair]:
     # not of models' own modules, where other functions than torch's attention follow
     for name, entry in (("repeat_kv", _unrepeated), ("pack_gqa", _unpacked)):
         yield "transformers.integrations.sdpa_attention", name, _entered(entry)
+    yield "mlstm_kernels.torch.backend_module", "mLSTMBackend.forward", _entered(_mlstm)
+    yield "transformers.models.xlstm.modeling_xlstm", "xLSTMBackend.forward", _entered(_mlstm)
 
 
 _changes = Shared(lambda: replacing(_repairs()))

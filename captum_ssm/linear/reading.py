@@ -47,16 +47,21 @@ Roles = Mapping[str, tuple[Role, int]]
 #: Modules of the adapters whose mixers are explained by their own running code.
 _READ = """
 attention lfm2 mamba mamba2 delta fla.attention fla.delta fla.gated fla.linear fla.mesa_net fla.rwkv
+xlstm
 """
 #: Adapters whose operators are faster on a CPU than the mixer's code, for rules with shares.
 _SLOW = ("mamba", "mamba2", "delta")
-#: The adapter's module for the path of each mixer class. If gradients are recorded, PaTH refuses a
-#: cache, and Gated DeltaProduct refuses float32, so both are left out.
+#: Adapters of these modules that are always used. If gradients are recorded, PaTH refuses a cache,
+#: and Gated DeltaProduct refuses float32; the blocks of xLSTMLMModel have no kernel.
+_LEFT_OUT = (
+    *("fla.attention:fla_path", "fla.delta:fla_delta_product"),
+    *("xlstm:xlstm_mlstm", "xlstm:xlstm_slstm"),
+)
+#: The adapter's module for the path of each mixer class.
 READ = {
     path: kind
     for path, adapter in ADAPTERS.items()
-    if (kind := adapter.partition(":")[0]) in _READ.split()
-    and adapter not in ("fla.attention:fla_path", "fla.delta:fla_delta_product")
+    if (kind := adapter.partition(":")[0]) in _READ.split() and adapter not in _LEFT_OUT
 }
 
 #: Roles of the factors of torch's mul, for content (B, D, L) that a gate multiplies.
@@ -348,6 +353,8 @@ def is_read(module: nn.Module, sequence: Tensor, divides: bool, continues: bool 
     if path not in READ or not is_own(type(module)) or any(map(is_split, module.modules())):
         return False
     if READ[path] == "lfm2" and hasattr(module, "slow_forward"):  # transformers 4
+        return False
+    if READ[path] == "xlstm" and divides:  # its kernels do not return the normalizer, a constant
         return False
     if continues:
         return True
