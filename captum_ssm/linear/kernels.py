@@ -251,10 +251,10 @@ def _corrected(
     own = (_wide(reading.selecting(r)) * reading.selecting(k) * r_k).sum(-1, keepdim=True)
     if not reading.mode.divides:
         return ((o + (own * v).flatten(-2)) * g).to(o.dtype)
-    assert reading.mixer is not None
+    mixer: Any = reading.mixer
     with torch.no_grad(), unseen():
         out = kernel(*(x.detach() for x in (o, r, k, r_k, v, g)))
-        at_rest = reading.mixer.g_lora(r.new_zeros(1, 1, reading.mixer.hidden_size))
+        at_rest = mixer.g_lora(r.new_zeros(1, 1, mixer.hidden_size))
     return reading.corrected(out, o, own, g, at_rest)
 
 
@@ -720,6 +720,7 @@ _WITH_CACHE = {
     _vectors: STATES | _LAST,
     _softmax_vectors: _LAST,
     _delta: STATES | _LAST,
+    _rwkv7: STATES | _LAST,
     _selective_scan: _LAST,
 }
 

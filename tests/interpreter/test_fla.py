@@ -161,6 +161,22 @@ def test_kernels_are_read_as_operators_are(
     interpreted.check_read(model, torch.randint(19, (1, 9)), rule, monkeypatch, limit)
 
 
+@pytest.mark.parametrize("tokens", slow_but((1,), (1, 3)))
+@pytest.mark.parametrize("family", ["GLA", "RWKV6", "RWKV7"])
+def test_tokens_after_a_cache_get_what_they_get_in_the_whole_sequence(
+    fla: FLA, family: str, tokens: int
+) -> None:
+    model, ids = made(fla, family, torch.float32), torch.randint(19, (2, 12))
+    explain = LatimFlow(model, rule="frozen")
+    whole = explain.attribute(ids, (-1, 3))
+    with torch.no_grad():
+        cache = model(ids[:, :-tokens], use_cache=True).past_key_values
+    new = LatimFlow(lambda x: model(x, past_key_values=cache).logits, model, rule="frozen")
+    found = new.attribute(ids[:, -tokens:], (-1, 3))
+    error = (found - whole[:, -tokens:]).abs().max() / whole.abs().max()
+    assert error < bound(family, torch.float32, chunks=True)
+
+
 def test_no_layer_is_forgotten(fla: FLA) -> None:
     """Whatever has an adapter is run, or has a reason."""
     run = {

@@ -146,12 +146,17 @@ def _swiglu_linear(gate: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None)
 def _token_shift(
     x: Tensor,
     cu_seqlens: Tensor | None = None,
-    cache: None = None,
+    cache: Tensor | None = None,
     output_cache: bool = False,
     chunk_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the previous token minus each token, and the last tokens if ``output_cache``."""
+    """Return the previous token minus each token, and the last tokens if ``output_cache``.
+
+    The token before the first is 0, or in ``cache`` (B, E).
+    """
     before, last = F.pad(x[:, :-1], (0, 0, 1, 0)), x[:, -1]
+    if cache is not None:
+        before = torch.cat([cache[:, None], x[:, :-1]], 1)
     if cu_seqlens is not None:
         places = torch.arange(x.shape[1], device=x.device)
         begins = (places[:, None] == cu_seqlens[:-1]).any(1)
@@ -159,12 +164,12 @@ def _token_shift(
     return before - x, last if output_cache else None
 
 
-def _where_cache_is_empty(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace fla's token shift in calls without a cache; with a cache the kernel is refused."""
+def _shift(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace fla's token shift, except for packed sequences after a cache."""
 
     @functools.wraps(original)
     def shift(x: Tensor, cu_seqlens: Any = None, cache: Any = None, *rest: Any) -> Any:
-        compute = _token_shift if cache is None else original
+        compute = _token_shift if cu_seqlens is None or cache is None else original
         return compute(x, cu_seqlens, cache, *rest)
 
     return shift
@@ -211,7 +216,7 @@ _FUSED: tuple[Repair, ...] = (
     ("fla.modules.norm.layernorm", "LayerNormFunction.apply", _by(_norm)),
     ("fla.modules.activations.ops", "SwiGLULinearFunction.apply", _by(_swiglu_linear)),
     ("fla.modules.mlp", "swiglu", _by(_swiglu)),
-    ("fla.modules.token_shift", "TokenShift.apply", _where_cache_is_empty),
+    ("fla.modules.token_shift", "TokenShift.apply", _shift),
     ("fla.modules.norm.layernorm", "LayerNormLinearFunction.apply", _by(_norm_linear)),
     ("fla.modules.norm.fused_norm_gate", "LayerNormGatedFunction.apply", _gated_norm_of_fla),
     (
