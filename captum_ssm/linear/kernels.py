@@ -66,15 +66,8 @@ _UNSUPPORTED = frozenset(
         *("initial_states", "initial_state", "seq_idx", "cu_seqlens", "cu_seq_lens_q"),
         *("return_last_state", "return_final_states", "return_varlen_states"),
         *("final_states_out", "output_final_state", "b_rms_weight", "c_rms_weight"),
-        *(
-            "c_initial",
-            "dt_rms_weight",
-            "B_proj_bias",
-            "C_proj_bias",
-            "residual",
-            "cache",
-            "reverse",
-        ),
+        *("dt_rms_weight", "B_proj_bias", "C_proj_bias", "residual", "cache", "reverse"),
+        "c_initial",
     )
 )
 #: Arguments that ask for last states. They and ``STATES`` are accepted if a cache was passed.
@@ -225,7 +218,7 @@ def _updated_keys(
     reading: Reading, kernel: Callable[..., Tensor], k: Tensor, a: Tensor, ka: Tensor
 ) -> Tensor:
     """Compute fused_k_rwkv7, keys (B, L, H N) updated by steps ``a``, by torch functions."""
-    reading.step, wide = a, _wide(k)
+    wide, reading.step = _wide(k), a
     return (wide + wide * (a - 1) * ka).to(k.dtype)
 
 
