@@ -151,12 +151,14 @@ class Core:
             gate = self.gate.detach()
             if FAMILY[self.reading.mode.rule]["gate"].reference == "rest":
                 gate = self.at_rest + (gate - self.at_rest) * node
-            to_result, map_back = self._map(up * gate)
+            to_result, map_back, is_affine = self._map(up * gate)
             found = self._back(outs, at, names, [to_result, *(up * gate for _ in added)])
             if _GATE in live:
-                # the map's constant, such as a norm's bias, counts as content
-                mapped = map_back(out.detach() - node * self.result.detach())
-                mapped = mapped + node * self.mapped.detach()
+                if is_affine:  # the map's constant, such as a norm's bias, counts as content
+                    mapped = map_back(out.detach() - node * self.result.detach())
+                    mapped = mapped + node * self.mapped.detach()
+                else:
+                    mapped = map_back(out.detach())
                 found[_GATE] = up * sum((x.detach().reshape(up.shape) for x in added), mapped)
         return found
 
@@ -181,21 +183,26 @@ class Core:
             for name, gradient in zip(names, found, strict=True)
         }
 
-    def _map(self, up: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return the gradient at the kernel's result, and the linear map after it as a function."""
+    def _map(self, up: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], bool]:
+        """Return the gradient at the kernel's result, and the linear map after it as a function.
+
+        The third result is True if the map adds a constant.
+        """
         result, mapped = self.result, self.mapped
         assert result is not None and mapped is not None
         if mapped is result:
-            return up, lambda out: out
+            return up, lambda out: out, False
+        constants: list[Tensor] = []
         up = up.to(mapped.dtype).requires_grad_()
-        with self.reading.mode.ledger.entries_to(lambda *_: None):  # constants are met elsewhere
+        # constants are met elsewhere
+        with self.reading.mode.ledger.entries_to(lambda _, value, where: constants.append(value)):
             (back,) = torch.autograd.grad(mapped, result, up, create_graph=True)
 
         def forward(out: Tensor) -> Tensor:
             # the derivative of the gradient with respect to ``up``
             return torch.autograd.grad(back, up, out.reshape(back.shape))[0]
 
-        return back.detach(), forward
+        return back.detach(), forward, bool(constants)
 
     def _between(self, name: str, factor: Tensor, node: float) -> Tensor:
         role, dim = self.roles[name]

@@ -23,8 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from captum_ssm.operators.kernels import fused_fading, fused_scan, wide_products
-from captum_ssm.operators.kernels.odd_even import FadingSteps
+from captum_ssm.operators.kernels import fused_scan, wide_products
 from captum_ssm.operators.kernels.scan_backward import selective_scan
 from captum_ssm.operators.kernels.token_loop import ScanSteps
 from helpers import mps
@@ -306,8 +305,6 @@ class StandIn(TorchDispatchMode):
         self._set(fused_scan, "run", self.kernel(_scanned))
         self._set(fused_scan, "kept", self.kernel(_kept))
         self._set(fused_scan, "pulled", self.kernel(_pulled))
-        self._set(fused_fading, "run", self.kernel(_faded))
-        self._set(fused_fading, "has_triton", lambda: True)
         self._set(wide_products, "multiply", self.kernel(lambda x, y: x.float() @ y.float()))
         self._set(torch, "autocast", self._autocast(torch.autocast))
         for name in ("is_autocast_enabled", "get_autocast_dtype"):
@@ -478,14 +475,6 @@ def _pulled(
     found = dt.new_zeros(2, blocks, *b.shape)
     found[:, 0] = torch.stack(of_shared)
     return of_x, of_dt, found
-
-
-def _faded(decay: Tensor, x: Tensor, *, transposed: bool) -> Tensor:
-    """What :func:`fused_fading.run` returns, on a processor."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    with torch.no_grad():
-        FadingSteps(lambda part: decay[:, part], decay, transposed)(x, slice(0, x.shape[2]), out)
-    return out
 
 
 class _Property(property):

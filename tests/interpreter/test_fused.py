@@ -12,7 +12,7 @@ from oracles import relative_error
 from torch import Tensor
 
 from captum_ssm.operators import SelectiveScan
-from captum_ssm.operators.kernels import fused_fading, fused_scan
+from captum_ssm.operators.kernels import fused_scan
 
 
 def steps(
@@ -67,19 +67,6 @@ def test_what_is_repeated_is_not_copied() -> None:
     given = steps(2, 9, 4, 3, None)
     for x in (torch.randn(1, 2, 9, 1), torch.randn(1, 1, 9, 4)):
         check(given, x.expand(1, 2, 9, 4))
-
-
-@pytest.mark.parametrize("size", [(1, 1, 3), (3, 3, 5), (1, 65, 33)])
-def test_recurrences_that_fade(size: tuple[int, int, int]) -> None:
-    """Decays from all to nothing, laid out as a view."""
-    batch, tokens, channels = size
-    decay, x = torch.rand(batch, channels, tokens).mT.pow(0.2), torch.randn(2, *size)
-    decay[:, tokens // 2] = 0
-    matrices = naive.decays_between(decay.mT.double())
-    for transposed in (False, True):
-        alpha = matrices.mT if transposed else matrices
-        wanted = torch.einsum("bhij,sbjh->sbih", alpha, x.double())
-        assert relative_error(fused_fading.run(decay, x, transposed=transposed), wanted) <= 3e-6
 
 
 # --- the scan's gradients, and states of chunks --------------------------------------------------

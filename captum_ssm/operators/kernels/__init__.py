@@ -19,10 +19,10 @@ unit vector.  VectorDecayHeads uses odd_even for few vectors.  triangle computes
 strips of rows, from the chunks of chunks, within_chunk and ut_transform.
 
 On a GPU a launch per token would cost more than the token's arithmetic.  There fused_scan replaces
-token_loop and scan_backward, and ElementwiseRecurrence uses fused_fading; both need Triton.  The
-mixers' projections by weights in half precision use wide_products.  Other operators need none of
-these kernels: diagonals and short convolutions are bands, long convolutions use fast Fourier
-transforms, and explicit matrices use matrix products.
+token_loop and scan_backward, if Triton is installed.  The mixers' projections by weights in half
+precision use wide_products.  Other operators need none of these kernels: diagonals and short
+convolutions are bands, long convolutions use fast Fourier transforms, and explicit matrices use
+matrix products.
 
 Names of the algorithms; each module cites a reference and names a naive version in tests/oracles:
 
@@ -30,7 +30,6 @@ Names of the algorithms; each module cites a reference and names a naive version
 odd_even               odd-even (cyclic) reduction of first-order linear recurrences
 token_loop             the recurrence token by token, Mamba's recurrent mode
 fused_scan             token_loop in one GPU launch: prefix computations over runs of tokens
-fused_fading           first-order linear recurrences in one launch, on a GPU
 wide_products          float32 vectors times weights in half precision
 chunks                 the SSD algorithm of Mamba-2: matrices within chunks, states between
 within_chunk           prefix products by recursive doubling, and sums of such products

@@ -19,7 +19,6 @@ from ..chain import Chain
 from ..combine import Sum
 from ..conv import ShortConv
 from ..diagonal import Diagonal
-from ..kernels import fused_fading
 from ..kernels.arithmetic import (
     doubled,
     exponential_,
@@ -35,7 +34,7 @@ from ..kernels.rows import Strip, sum_of_lags
 from ..kernels.triangle import Block, block_of, block_width, decay_matrices
 from .base import FadingRecurrence
 
-#: Largest number of tokens mapped together.
+#: Largest number of tokens mapped together on a CPU.
 _TOKENS = 512
 
 
@@ -73,12 +72,10 @@ class ElementwiseRecurrence(FadingRecurrence):
     # --- the map and its adjoint -----------------------------------------------------------
 
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
-        if x.is_cuda and fused_fading.serves():
-            stacked = x.squeeze(-1).reshape(-1, *self.shape[:3])
-            return fused_fading.run(self.decay, stacked, transposed=transposed).view(x.shape)
         out = x.new_empty(x.shape[:-4].numel(), *self.shape[:3])
         steps = FadingSteps(lambda part: self.decay[:, part], self.decay, transposed)
-        for part in parts(self.shape.tokens, _TOKENS, transposed):
+        most = self.shape.tokens if x.is_cuda else _TOKENS  # fewer launches
+        for part in parts(self.shape.tokens, most, transposed):
             steps(x.squeeze(-1).reshape(out.shape)[:, :, part], part, out[:, :, part])
         return out.view(x.shape)
 
