@@ -13,7 +13,9 @@ from ..errors import OptionError, QueryError
 from ..mixers.base import LinearMixer
 from ..operators import Operator
 from ..operators.kernels.arithmetic import underflow_flushed
+from ..tracing import Layer, Trace
 from ..tracing.projection import projection_of
+from ..tracing.quantized import is_quantized
 from .call import checks
 from .engine.cache import Cache
 from .engine.fold import verify_layer
@@ -85,11 +87,14 @@ class StateMemory(Explainer):
             for layer in run.layers:
                 verify_layer(layer, verify)
                 linear = layer.linear
+                # outside of this `with` a quantized layer computes other numbers
+                is_kept = layer.is_kept or any(map(is_quantized, layer.mixer.module.modules()))
+                kept = linear if is_kept else None
                 for heads in alike(linear.operator):
                     one = range(heads.start, heads.start + 1)
                     values = linear.values[:, :, one.start : one.stop]
                     count = len(memories_of(linear.operator.select(one), values))
-                    found += [LayerMemory(layer.name, linear, n, heads) for n in range(count)]
+                    found += [LayerMemory(layer, n, heads, run.record, kept) for n in range(count)]
             kinds = dict.fromkeys(layer.architecture for layer in run.layers)
         if not found:
             raise OptionError(
@@ -105,20 +110,32 @@ class LayerMemory:
     """The memory of one recurrence, or the cache of one attention.
 
     Attributes:
-        name: the name of the mixer.
-        linear: the linearized mixer at this input.
+        layer: the recorded layer.
         which: index of the recurrence, if these heads have several, such as two directions.
         heads: the heads of the mixer that have this recurrence.
+        record: the record of the layer's run.
+        kept: the linearized mixer; None if memory was too small to keep it.
     """
 
-    name: str
-    linear: LinearMixer
+    layer: Layer
     which: int
     heads: range
+    record: Trace
+    kept: LinearMixer | None
+
+    @property
+    def name(self) -> str:
+        """The name of the mixer."""
+        return self.layer.name
+
+    @property
+    def linear(self) -> LinearMixer:
+        """The linearized mixer at this input; built again if it was not kept."""
+        return self.layer.linear if self.kept is None else self.kept
 
     def __repr__(self) -> str:
         heads = f"heads {self.heads.start} to {self.heads.stop - 1}"
-        return f"LayerMemory({self.name!r}, {heads}, {self.linear.values.shape[1]} tokens)"
+        return f"LayerMemory({self.name!r}, {heads}, {self.layer.tokens} tokens)"
 
     @property
     def is_cache(self) -> bool:

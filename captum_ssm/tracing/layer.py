@@ -213,6 +213,11 @@ class Layer:
             self._linear, self._is_ordered = _reordered(self._linear, self.order), True
         return self._linear
 
+    @property
+    def is_kept(self) -> bool:
+        """Return True if :attr:`linear` is stored, and not built again when it is read."""
+        return self._linear is not None
+
     def keep(self, linear: LinearMixer) -> None:
         """Store the linear mixer that was built during the run, for :attr:`linear`."""
         self._linear = linear

@@ -66,7 +66,7 @@ def exact_products(model: nn.Module, run: Callable[[], Tensor]) -> Iterator[None
     layers = [
         Affine(name, module, kept)
         for name, module in model.named_modules()
-        if _is_quantized(module) and not isinstance(of_this_thread(module, "forward"), Affine)
+        if is_quantized(module) and not isinstance(of_this_thread(module, "forward"), Affine)
     ]
     exact = None
     with ExitStack() as stack:
@@ -204,7 +204,7 @@ class _KernelProduct(torch.autograd.Function):
         return grads[0] @ ctx.layer.weight().to(grads[0]), None
 
 
-def _is_quantized(module: nn.Module) -> bool:
+def is_quantized(module: nn.Module) -> bool:
     """Return True if a module without parts has weights of few bits or of a custom class."""
     own = (*module._parameters.values(), *module._buffers.values())
     coded = any(x is not None and x.dim() > 1 and _is_coded(x) for x in own)

@@ -9,7 +9,8 @@ from zoo.small import mamba_lm
 
 from captum_ssm import StateMemory, trace
 from captum_ssm.attr.engine.memories import memories_of
-from captum_ssm.errors import OptionError, QueryError
+from captum_ssm.errors import InputError, OptionError, QueryError
+from captum_ssm.tracing import record
 
 pytestmark = pytest.mark.slow
 
@@ -19,13 +20,29 @@ NONE = ("vit",)
 
 def test_the_state_is_the_one_of_the_run() -> None:
     model, ids = mamba_lm().double(), torch.randint(15, (2, 9))
-    with torch.no_grad(), trace(model) as record:
+    with torch.no_grad(), trace(model) as traced:
         model(ids)
-    layer, linear = StateMemory(model).of(ids)[1], record.layers[1].linear
+    layer, linear = StateMemory(model).of(ids)[1], traced.layers[1].linear
     scan = next(x for x in linear.operator.leaves() if type(x).__name__ == "SelectiveScan")
     (memory,) = memories_of(linear.operator, linear.values)
     read = torch.einsum("bn,bhnp->bhp", scan.c[:, -1], layer.state(-1))
     assert torch.allclose(read, scan.apply(memory.value)[:, -1])
+
+
+def test_operators_without_room_are_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = mamba_lm(), torch.randint(15, (2, 9))
+    kept = StateMemory(model).of(ids)
+    monkeypatch.setattr(record, "_SHARE", 2**60)
+    again = StateMemory(model).of(ids)
+    for one, other in zip(kept, again, strict=True):
+        assert one.kept is not None
+        assert other.kept is None
+        assert torch.equal(one.held(-1), other.held(-1))
+        assert repr(one) == repr(other)
+    with torch.no_grad():
+        model.get_parameter(f"{again[0].name}.in_proj.weight").mul_(2)
+    with pytest.raises(InputError, match="weights of the mixer were changed"):
+        again[0].held(-1)
 
 
 def test_what_a_cache_holds_and_what_is_read_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
