@@ -113,7 +113,7 @@ class LayerMemory:
         layer: the recorded layer.
         which: index of the recurrence, if these heads have several, such as two directions.
         heads: the heads of the mixer that have this recurrence.
-        record: the record of the layer's run.
+        record: the record of the layer's run, which caches the latest operator built again.
         kept: the linearized mixer; None if memory was too small to keep it.
     """
 

@@ -66,7 +66,7 @@ class Core:
         return replace(self, gate=gate, at_rest=at_rest, result=result, mapped=mapped)
 
     def beside(self, run: Callable[..., Tensor], name: str, factor: Tensor, role: Role) -> Core:
-        """Return the :class:`Core` whose results are the kernel's and that of ``run``.
+        """Return a :class:`Core` with two results: the kernel's result, and the result of ``run``.
 
         Args:
             run: a function of all factors (B, L, ...).
