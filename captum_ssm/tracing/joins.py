@@ -131,10 +131,8 @@ class _JoinSearch:
         self.stages = [[number[layer] for layer in stage] for stage in stages]
         #: Each layer's recorded output (B, L, E), in its operator's order of tokens.
         self.leaves = [x.in_order(replays.leaf(k)) for k, x in enumerate(self.layers)]
-        mixing = {part for layer in self.layers for part in layer.mixer.module.modules()}
-        model = replays.beginning.model
         #: The modules outside mixers, whose inputs and outputs are compared between replays.
-        self.modules = [part for part in model.modules() if part not in mixing]
+        self.modules = list(replays.outside)
         #: Whether tokens stay separate, so that each layer can have noise at its own tokens.
         self.is_chain = all(x.stage is not None and x.map is None for x in self.layers)
         #: The orders of tokens in the run, to match a tensor with a layer.

@@ -275,6 +275,13 @@ class Replays:
             return False
         return bool(changed(read[0], self.layers[0].call.hidden_states).any())
 
+    @functools.cached_property
+    def outside(self) -> dict[nn.Module, str]:
+        """The names of the model's modules outside mixers, by module."""
+        mixing = {part for layer in self.layers for part in layer.mixer.module.modules()}
+        every = self.beginning.model.named_modules()
+        return {part: name for name, part in every if part not in mixing}
+
     @property
     def entry(self) -> Tensor | None:
         """The first sequence (B, L, E) with as many tokens as the first layer reads, or None."""
@@ -434,10 +441,9 @@ class Replays:
             times = -(-module.out_features // x.shape[-1])
             return torch.cat([x] * times, -1)[..., : module.out_features]
 
-        mixing = {part for layer in self.layers for part in layer.mixer.module.modules()}
         with ExitStack() as stack:
-            for module in self.beginning.model.modules():
-                if type(module) is not nn.Linear or module in mixing:
+            for module in self.outside:
+                if type(module) is not nn.Linear:
                     continue
                 if module.out_features >= _WIDE * module.in_features:
                     forward = functools.partial(small, module, module.forward)

@@ -40,9 +40,8 @@ def require_gathered(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     Raises:
         InputError: naming the first such module.
     """
-    by_fsdp = any(type(module).__name__.startswith("FSDP") for module in model.modules())
     for module in modules:
-        known = by_fsdp or is_split(module) or not _parts(module)
+        known = is_split(module) or not _parts(module) or any(map(_is_of_fsdp, model.modules()))
         if not known or "_hf_tp_plan" in vars(module):
             name = next(name for name, each in model.named_modules() if each is module)
             raise InputError(
@@ -50,6 +49,10 @@ def require_gathered(model: nn.Module, modules: Iterable[nn.Module]) -> None:
                 "supported, and no process has the whole module. Load the model with a newer "
                 "transformers and tp_plan, or with device_map, which puts whole layers on devices."
             )
+
+
+def _is_of_fsdp(module: nn.Module) -> bool:
+    return type(module).__name__.startswith("FSDP")
 
 
 @contextmanager

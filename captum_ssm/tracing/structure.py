@@ -492,9 +492,7 @@ class _OrderSearch:
     def _inside(self, k: int, run: Callable[[], Any]) -> list[tuple[str, Tensor, Tensor]]:
         """Return name, input and output of modules between layers k - 1 and k during ``run``."""
         found, entered = list[tuple[str, Tensor, Tensor]](), dict[Any, Tensor | None]()
-        layers, model = self.replays.layers, self.replays.beginning.model
-        mixing = {part for layer in layers for part in layer.mixer.module.modules()}
-        names = {part: name for name, part in model.named_modules() if part not in mixing}
+        names = self.replays.outside
 
         def meet(module: nn.Module, call: int, enters: bool, value: Any) -> None:
             x = swap_first(value, lambda x: x)[1]

@@ -7,6 +7,7 @@ with an explicit adjoint, and a scan over logarithms of sums.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
@@ -130,8 +131,7 @@ def underflow_flushed() -> Iterator[None]:
 
 def _is_flushed() -> bool:
     """Return True if this thread flushes denormals; torch has no function to ask for this."""
-    tiny = torch.full((), torch.finfo(torch.float32).tiny, dtype=torch.float32, device="cpu")
-    return not tiny.mul_(0.5).item()
+    return sys.float_info.min * 0.5 == 0.0
 
 
 def unseen() -> Any:
@@ -174,14 +174,14 @@ def _restack(depth: int, modes: Sequence[TorchFunctionMode | None]) -> None:
 
 def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context without autocast, because frozen coefficients are float32."""
-    # torch 2.4 has no autocast for MPS, and refuses even to turn it off
-    has_any = torch.amp.is_autocast_available(device.type)
-    return torch.autocast(device.type, enabled=False) if has_any else nullcontext()
+    is_on = autocast_dtype(device) is not None
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the dtype that autocast computes in, or None if autocast is off."""
     kind = device.type
+    # torch 2.4 has no autocast for MPS, and refuses even to ask
     is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if is_on else None
 

@@ -210,7 +210,7 @@ def all_finite(x: Tensor) -> bool:
     if are_noted(x):
         return finite_together([x]) if x.numel() > _SMALL else _finite_later(x)
     with unseen():
-        return not x.numel() or bool(torch.stack(torch.aminmax(x)).isfinite().all())
+        return not x.numel() or all(math.isfinite(limit.item()) for limit in torch.aminmax(x))
 
 
 def _finite_later(x: Tensor) -> bool:
