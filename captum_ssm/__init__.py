@@ -5,9 +5,9 @@ CONTRIBUTING.md lists the files to read first, and docs/words.md is a glossary.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ._optional import on_first_use
 from .errors import CaptumSSMError
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-#: The module of each public name, imported on first use so that ``import captum_ssm`` is fast.
-_WHERE = {
-    name: place
-    for place, names in {
+# ``import captum_ssm`` is fast: each name's module is imported when the name is first used.
+__getattr__ = on_first_use(
+    __name__,
+    {
         "edges": "EdgeEffects Edges knock_out variant_effects",
         "inside": "Feature LayerLatimFlow LayerMambaLRP NeuronLatimFlow NeuronMambaLRP "
         "attribution_graph",
@@ -59,9 +59,8 @@ _WHERE = {
         "linear.norms": "frozen_norms",
         "viz": "report",
         "tracing": "trace",
-    }.items()
-    for name in names.split()
-}
+    },
+)
 
 __all__ = [
     "CaptumSSMError",
@@ -96,14 +95,6 @@ __all__ = [
     "trace",
     "variant_effects",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_WHERE[name]}", __name__), name)
-    globals()[name] = value
-    return value
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,9 @@
-"""Import optional packages when they are first used."""
+"""Import optional packages, and modules of this package, when they are first used."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -12,3 +14,22 @@ def optional(name: str, package: str, need: str) -> Any:
         return import_module(name)
     except ImportError as error:
         raise ImportError(f"{need} needs {package}: pip install {package}") from error
+
+
+def on_first_use(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a package's ``__getattr__``, which imports the module of a public name.
+
+    Args:
+        package: the package, which is imported without the modules of its names.
+        places: public names, separated by spaces, by their module in the package.
+    """
+    where = {name: place for place, names in places.items() for name in names.split()}
+
+    def get(name: str) -> Any:
+        if name not in where:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(f".{where[name]}", package), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get

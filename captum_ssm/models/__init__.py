@@ -1,20 +1,42 @@
 """Models in plain PyTorch, the small trained model that ships, and word vocabularies."""
 
-from .bundled import load_bundled, load_dictionary
-from .dna import (
-    Caduceus,
-    HyenaDNA,
-    OneHot,
-    StripedHyena,
-    load_caduceus,
-    load_hyenadna,
-    load_striped_hyena,
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .._optional import on_first_use
+
+if TYPE_CHECKING:
+    from .bundled import load_bundled, load_dictionary
+    from .dna import (
+        Caduceus,
+        HyenaDNA,
+        OneHot,
+        StripedHyena,
+        load_caduceus,
+        load_hyenadna,
+        load_striped_hyena,
+    )
+    from .rwkv7 import RWKV7, load_rwkv7
+    from .sentences import CLASS_WORDS, CLS, TextReader, class_vocabulary, text_words
+    from .vim import VisionMamba, load_vim, vim_small, vim_tiny
+    from .vmamba import VMamba, load_vmamba, vmamba_base, vmamba_small, vmamba_tiny
+    from .vocabulary import WordVocabulary
+
+# Each family of models is imported when one of its names is first used.
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "bundled": "load_bundled load_dictionary",
+        "dna": "Caduceus HyenaDNA OneHot StripedHyena load_caduceus load_hyenadna "
+        "load_striped_hyena",
+        "rwkv7": "RWKV7 load_rwkv7",
+        "sentences": "CLASS_WORDS CLS TextReader class_vocabulary text_words",
+        "vim": "VisionMamba load_vim vim_small vim_tiny",
+        "vmamba": "VMamba load_vmamba vmamba_base vmamba_small vmamba_tiny",
+        "vocabulary": "WordVocabulary",
+    },
 )
-from .rwkv7 import RWKV7, load_rwkv7
-from .sentences import CLASS_WORDS, CLS, TextReader, class_vocabulary, text_words
-from .vim import VisionMamba, load_vim, vim_small, vim_tiny
-from .vmamba import VMamba, load_vmamba, vmamba_base, vmamba_small, vmamba_tiny
-from .vocabulary import WordVocabulary
 
 __all__ = [
     "CLASS_WORDS",
@@ -44,3 +66,7 @@ __all__ = [
     "vmamba_small",
     "vmamba_tiny",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

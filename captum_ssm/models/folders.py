@@ -7,6 +7,7 @@ the classes. ``model.safetensors`` has the weights. ``vocab.json`` has the words
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,12 @@ from .._files import read_json, read_safetensors
 from .._optional import optional
 from ..errors import CheckpointError
 from .checkpoints import check_counts, check_fit, naming, tied_names
-from .dna import Caduceus, HyenaDNA
-from .vim import VisionMamba
-from .vmamba import VMamba
 from .vocabulary import WordVocabulary
 
 WEIGHTS, CONFIG, VOCABULARY = "model.safetensors", "config.json", "vocab.json"
 
 #: The model classes that transformers does not have.
-PLAIN: dict[str, Callable[..., nn.Module]] = {
-    each.__name__: each for each in (VisionMamba, VMamba, Caduceus, HyenaDNA)
-}
+PLAIN = ("VisionMamba", "VMamba", "Caduceus", "HyenaDNA")
 #: Classes whose weights transformers saves under parameter names of its earlier versions.
 _RENAMED = {"ViTForImageClassification"}
 
@@ -59,10 +55,11 @@ def load_folder(folder: Path) -> tuple[nn.Module, WordVocabulary | tuple[str, ..
 
 def _model(folder: Path, settings: dict[str, Any]) -> nn.Module:
     named = settings.get("architectures")
-    plain = next((make for name, make in PLAIN.items() if named == [name]), None)
+    plain = next((name for name in PLAIN if named == [name]), None)
     if plain is not None:
         own = {k: v for k, v in settings.items() if k not in ("architectures", "id2label")}
-        return _filled(lambda: plain(**own), folder)
+        make = getattr(import_module(__package__), plain)
+        return _filled(lambda: make(**own), folder)
     model_class = _class_of_transformers(folder, named)
     if model_class.__name__ in _RENAMED:
         return _renamed(folder, model_class)
