@@ -11,7 +11,6 @@ from .alignment import (
     AlignmentScores,
     LinkCounts,
     alignment_rates,
-    best_layer,
     best_links,
     link_accuracy,
     link_counts,
@@ -26,22 +25,19 @@ from .amplify import (
 )
 from .captum_adapters import token_infidelity, token_sensitivity
 from .classes import Perturbed
-from .completeness import completeness_error, decomposition_error
 from .confusion import confusion, f1, iou, mean_iou, pixel_accuracy
 from .curve import TENTHS, WHOLE, Curve, change_order
 from .faithfulness import Faithfulness, relevance_mass, token_faithfulness
 from .fills import black, blurred
 from .image_perturbation import image_perturbation, pixel_relevance
-from .long_texts import answers_found, span_relevance
+from .long_texts import span_relevance
 from .oversmoothing import token_similarity
 from .pseudo_masks import PseudoMaskScores, pseudo_masks
 from .ranking import (
-    PrecisionRecall,
     average_precision,
     kendall,
     pearson,
     precision_at_k,
-    precision_recall_curve,
     recall_at_k,
     roc_auc,
     spearman,
@@ -67,7 +63,6 @@ __all__ = [
     "Interval",
     "LinkCounts",
     "Perturbed",
-    "PrecisionRecall",
     "PseudoMaskScores",
     "Sample",
     "Segmentation",
@@ -75,16 +70,12 @@ __all__ = [
     "Texts",
     "alignment_rates",
     "amplify_prompt",
-    "answers_found",
     "average_precision",
-    "best_layer",
     "best_links",
     "black",
     "blurred",
     "change_order",
-    "completeness_error",
     "confusion",
-    "decomposition_error",
     "f1",
     "foreground",
     "hardest_examples",
@@ -100,7 +91,6 @@ __all__ = [
     "pixel_accuracy",
     "pixel_relevance",
     "precision_at_k",
-    "precision_recall_curve",
     "pseudo_masks",
     "recall_at_k",
     "relevance_mass",

@@ -244,28 +244,6 @@ class AlignmentScores:
         return self._sample.interval(confidence, resamples=resamples, seed=seed)
 
 
-def best_layer(rates: Sequence[float]) -> int:
-    """Return the index of the layer with the lowest error rate, the first of equal layers.
-
-    The paper's table uses the best layer on the test data; use different data to avoid this bias.
-
-    Args:
-        rates: the error rate of each layer, or NaN if it is undefined.
-
-    Raises:
-        InputError: when no layer has a rate.
-
-    Example:
-        >>> from captum_ssm.metrics import best_layer
-        >>> best_layer([float("nan"), 0.4, 0.2, 0.2])
-        2
-    """
-    known = [(float(rate), layer) for layer, rate in enumerate(rates) if float(rate) == float(rate)]
-    if not known:
-        raise InputError(f"rates={list(rates)!r} has no defined rate. Pass at least one number.")
-    return min(known)[1]
-
-
 def _rates(counts: Tensor) -> Tensor:
     """Compute alignment error rate, precision and recall (..., 3) from counts (..., 4)."""
     predicted, sure, hit_sure, hit_possible = counts.unbind(-1)

@@ -11,13 +11,11 @@ Shapes: B examples, N units per example, such as tokens or pixels.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .checks import as_flags, as_scores, check_positive, masked_scores
+from .checks import as_flags, check_positive, masked_scores
 
 
 def roc_auc(scores: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -210,51 +208,6 @@ def kendall(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tenso
     one, other = ((x[:, :, None] - x[:, None]).sign() * pairs for x in (first, second))  # (B, N, N)
     agreed = (one * other).sum((1, 2))
     return agreed / (one.abs().sum((1, 2)) * other.abs().sum((1, 2))).sqrt()
-
-
-class PrecisionRecall(NamedTuple):
-    """A precision-recall curve, from the highest threshold to the lowest.
-
-    Attributes:
-        precision: the share of true units among the units with at least each threshold's score.
-        recall: the share of all true units that have at least each threshold's score, (T,).
-        thresholds: the distinct scores in decreasing order, (T,).
-    """
-
-    precision: Tensor
-    recall: Tensor
-    thresholds: Tensor
-
-
-def precision_recall_curve(scores: Tensor, gold: Tensor) -> PrecisionRecall:
-    """Return precision and recall at every distinct score of one example.
-
-    Args:
-        scores: the score of each unit, (N,).
-        gold: the true units, (N,), as booleans or 0 and 1; at least one unit is true.
-
-    Returns:
-        :class:`PrecisionRecall`, with tensors (T,) for T distinct scores.
-
-    Raises:
-        InputError: when the shapes differ, or no unit is true.
-        NonFiniteError: when a score is NaN or infinite.
-
-    Example:
-        >>> import torch
-        >>> from captum_ssm.metrics import precision_recall_curve
-        >>> curve = precision_recall_curve(torch.tensor([0.9, 0.6, 0.4]), torch.tensor([1, 0, 1]))
-        >>> curve.precision.round(decimals=2).tolist(), curve.recall.tolist()
-        ([1.0, 0.5, 0.67], [0.5, 0.5, 1.0])
-    """
-    scores = as_scores(scores, "scores", dims=1)
-    true = as_flags(gold, scores, "gold")
-    if not bool(true.any()):
-        raise InputError("gold has no true unit, so recall is undefined. Pass at least one.")
-    thresholds, where = torch.unique(scores, return_inverse=True)  # rising
-    units = torch.bincount(where, minlength=len(thresholds)).flip(0).cumsum(0).double()
-    hits = torch.bincount(where[true], minlength=len(thresholds)).flip(0).cumsum(0).double()
-    return PrecisionRecall(hits / units, hits / true.sum(), thresholds.flip(0))
 
 
 def _checked(scores: Tensor, gold: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from zoo.small import mamba_lm, token_ids
 
-from captum_ssm import LatimFlow
 from captum_ssm.metrics import (
     average_precision,
-    completeness_error,
     recall_at_k,
     relevance_mass,
     roc_auc,
@@ -41,15 +38,6 @@ def test_relevance_mass():
     found = relevance_mass(relevance, gold, mask)
     assert found[0].item() == 0.75 and found[1].isnan()
     assert found[2].item() == pytest.approx(2 / 3)
-
-
-def test_completeness_error():
-    assert completeness_error(torch.ones(1, 2), torch.zeros(1)).isnan()
-    model, ids = mamba_lm().double(), token_ids(2, 7)
-    relevance, delta = LatimFlow(model).attribute(ids, (-1, 3), return_convergence_delta=True)
-    explained = relevance.sum(1) + delta
-    # the scan of transformers runs in float32
-    assert float(completeness_error(relevance, explained).max()) < 1e-4
 
 
 def test_similarity_by_pairs():

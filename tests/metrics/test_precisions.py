@@ -22,14 +22,11 @@ from captum_ssm.metrics import (
     average_precision,
     best_links,
     change_order,
-    completeness_error,
-    decomposition_error,
     image_perturbation,
     kendall,
     link_accuracy,
     misclassification_confidence,
     pearson,
-    precision_recall_curve,
     pseudo_masks,
     recall_at_k,
     relevance_mass,
@@ -93,9 +90,6 @@ CASES: dict[str, Callable[[Data, Callable[[Tensor], Tensor]], Tensor]] = {
     "agreement": lambda d, x: torch.cat(
         [f(x(d.maps[:, 0]), x(d.maps[:, 1]), d.mask[:, 0]) for f in (pearson, spearman, kendall)]
     ),
-    "curve": lambda d, x: torch.cat(
-        [part.double() for part in precision_recall_curve(x(d.maps).flatten(), d.gold.flatten())]
-    ),
     "faithfulness": lambda d, x: torch.stack(token_faithfulness(x(d.maps), d.gold, d.mask)),
     "per row": lambda d, x: torch.stack(token_faithfulness(x(d.maps), d.gold, per_row=True)),
     "mass": lambda d, x: relevance_mass(x(d.maps), d.gold, d.mask),
@@ -110,8 +104,6 @@ CASES: dict[str, Callable[[Data, Callable[[Tensor], Tensor]], Tensor]] = {
     "links": lambda d, x: gathered(AlignmentScores(), best_links(x(d.maps), d.mask), d.gold),
     "link accuracy": lambda d, x: link_accuracy(x(d.maps), d.gold, d.mask),
     "words": lambda d, x: words_of_tokens(x(d.maps), [0, 0, 1, 2, -1], [0, 0, 1, 1, 2, 3, 3]),
-    "decomposition": lambda d, x: decomposition_error(x(d.maps), x(d.maps.flip(0)), d.mask[..., 2]),
-    "completeness": lambda d, x: completeness_error(x(d.maps), torch.tensor([0.5, 1, -4])),
     "similarity": lambda d, x: token_similarity(x(d.maps), d.mask[..., 2], query=1),
     "spans": lambda d, x: span_relevance(x(d.maps[:, 0]), [(0, 4), (3, 7)]),
     "confidence": lambda d, x: misclassification_confidence(x(d.maps[:, 0]), [0, 1, 2]),
@@ -167,11 +159,6 @@ def test_what_does_not_count_may_be_anything():
     hidden = data.maps.masked_fill(~tokens[..., None], torch.inf)
     torch.testing.assert_close(
         token_similarity(hidden, tokens), token_similarity(data.maps, tokens), equal_nan=True
-    )
-    torch.testing.assert_close(
-        decomposition_error(hidden, data.maps / 2, tokens),
-        decomposition_error(data.maps, data.maps / 2, tokens),
-        equal_nan=True,
     )
 
 

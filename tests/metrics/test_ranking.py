@@ -12,7 +12,6 @@ from captum_ssm.metrics import (
     kendall,
     pearson,
     precision_at_k,
-    precision_recall_curve,
     recall_at_k,
     roc_auc,
     spearman,
@@ -45,19 +44,6 @@ def test_like_scikit_learn(dtype):
         torch.testing.assert_close(
             found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12
         )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("levels", [2, 50])
-def test_curve_like_scikit_learn(levels):
-    metrics = pytest.importorskip("sklearn.metrics")
-    scores, gold = (x[0] for x in batch(1, 200, levels))
-    precision, recall, thresholds = metrics.precision_recall_curve(gold, scores)
-    found = precision_recall_curve(scores, gold)
-    # scikit-learn rises in threshold and ends in a made-up point of recall 0
-    for ours, theirs in zip(found, (precision[:-1], recall[:-1], thresholds), strict=True):
-        expected = torch.as_tensor(theirs[::-1].copy())
-        torch.testing.assert_close(ours.double(), expected.double(), rtol=0, atol=1e-7)
 
 
 def test_worked_by_hand():

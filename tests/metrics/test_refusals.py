@@ -72,7 +72,6 @@ REFUSED: dict[type[Exception], dict[str, Any]] = {
         "possible … 0 and 1": lambda: metrics.link_counts(LINKS, LINKS, LINKS.float() * 2),
         "target_words has 2": lambda: metrics.words_of_tokens(LINKS, [0, 1], [0] * 5),
         "source_words": lambda: metrics.words_of_tokens(LINKS, [0] * 6, [-2] * 5),
-        "rates": [lambda: metrics.best_layer([math.nan]), lambda: metrics.best_layer([])],
         "inputs … captum.metrics": both(inputs=torch.randn(1, 3, 4, 4)),
         "mask … all tokens of example": both(mask=torch.zeros(2, 6)),
         "fill": [
@@ -86,10 +85,6 @@ REFUSED: dict[type[Exception], dict[str, Any]] = {
         "gold … (1, 3, 2) … (1, 2, 3)": lambda: metrics.token_faithfulness(
             ONES[None], ONES.mT[None]
         ),
-        "decomposed … (1, 2, 4)": lambda: metrics.decomposition_error(
-            ONES[None], torch.ones(1, 2, 4)
-        ),
-        "2 examples … 3 numbers": lambda: metrics.completeness_error(ONES, torch.ones(3)),
         "3 maps … 2 images": lambda: perturbed(relevance=torch.randn(3, 4, 4)),
         "fill … (2,)": lambda: perturbed(fill=torch.ones(2)),
         "output … (2, 3, 4, 4)": lambda: perturbed(forward_func=lambda x: x),
@@ -97,10 +92,7 @@ REFUSED: dict[type[Exception], dict[str, Any]] = {
         "gold … 0 and 1": ranked(lambda s, g: (s, g * 2)),
         "scores … (23,) … 2 dimensions": ranked(lambda s, g: (s[0], g[0])),
         "complex": ranked(lambda s, g: (s + 1j, g)),
-        "gold": lambda: metrics.precision_recall_curve(torch.randn(4), torch.zeros(4)),
         "scores has shape (2, 3) … others has (2, 2)": lambda: metrics.pearson(ONES, ONES[:, 1:]),
-        "predictions has 1 … answers has 0": lambda: metrics.answers_found(["a"], []),
-        "answers … list": lambda: metrics.answers_found(["a"], ["a"]),
         "(2, 2) … 3": lambda: metrics.span_relevance(ONES, [(2, 2)]),
         "count=3 … 2 examples": lambda: metrics.hardest_examples(ONES, [0, 1], 3),
         "words has 1 … relevance has 2": lambda: metrics.key_words(["a"], torch.ones(2)),
@@ -142,7 +134,6 @@ REFUSED: dict[type[Exception], dict[str, Any]] = {
         ],
         "std": lambda: metrics.black([0.5], [0.0]),
         "k=": [lambda k=k: metrics.recall_at_k(*batch(), k) for k in (0, -1, 2.0, True)],
-        "mode='some' … 'any'": lambda: metrics.answers_found(["a"], [["a"]], "some"),
         "count=0": lambda: metrics.key_words(["a"], torch.ones(1), 0),
         "confidence": [lambda c=c: sampled([1.0]).interval(c) for c in (0, 1.0)],
         "fractions": lambda: metrics.Curve(torch.tensor([0.5]), ONES[:, :1]).area(),
