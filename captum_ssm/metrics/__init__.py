@@ -8,7 +8,6 @@ Latent Token-to-Token Interactions in Mamba Models <https://arxiv.org/abs/2502.1
 
 from .alignment import (
     Alignment,
-    AlignmentScores,
     LinkCounts,
     alignment_rates,
     best_links,
@@ -56,7 +55,6 @@ __all__ = [
     "TENTHS",
     "WHOLE",
     "Alignment",
-    "AlignmentScores",
     "Curve",
     "Demonstration",
     "Faithfulness",

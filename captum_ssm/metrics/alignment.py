@@ -21,7 +21,6 @@ from torch import Tensor
 from ..errors import InputError
 from ..operators.kernels.arithmetic import doubled
 from .checks import as_flags, as_mask, as_scores, masked_scores
-from .sample import Interval, Sample
 
 
 def best_links(maps: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -172,7 +171,9 @@ def alignment_rates(counts: LinkCounts) -> Alignment:
         >>> [rate.item() for rate in alignment_rates(counts)]
         [0.5, 0.5, 0.5]
     """
-    return Alignment(*_rates(doubled(torch.stack(counts, -1))).unbind(-1))
+    predicted, sure, hit_sure, hit_possible = map(doubled, counts)
+    error = 1 - (hit_sure + hit_possible) / (predicted + sure)
+    return Alignment(error, hit_possible / predicted, hit_sure / sure)
 
 
 def link_accuracy(maps: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -204,56 +205,6 @@ def link_accuracy(maps: Tensor, gold: Tensor, mask: Tensor | None = None) -> Ten
     share = (best & linked).sum(-1).double() / best.sum(-1).clamp_min(1)
     counts = linked.any(-1)
     return (share * counts).sum(-1) / counts.sum(-1)
-
-
-class AlignmentScores:
-    """Compute :class:`Alignment` for the links of all sentences in several batches.
-
-    Raises:
-        InputError: when rates are read before the first sentence.
-
-    Example:
-        >>> import torch
-        >>> from captum_ssm.metrics import AlignmentScores, best_links
-        >>> scores = AlignmentScores()
-        >>> links = best_links(torch.tensor([[[0.9, 0.1], [0.2, 0.8]]]))
-        >>> scores.update(links, sure=torch.tensor([[[1, 0], [1, 0]]]))
-        >>> [round(float(rate), 2) for rate in scores.compute()]
-        [0.5, 0.5, 0.5]
-    """
-
-    def __init__(self) -> None:
-        self._sample = Sample(_sample_rates)
-
-    def update(self, predicted: Tensor, sure: Tensor, possible: Tensor | None = None) -> None:
-        """Add a batch of sentences; see :func:`link_counts` for the arguments."""
-        self._sample.update(torch.stack(link_counts(predicted, sure, possible), -1))
-
-    def merge(self, other: AlignmentScores) -> None:
-        """Add the sentences of another :class:`AlignmentScores`."""
-        self._sample.merge(other._sample)
-
-    def compute(self) -> Alignment:
-        """Return the rates for the links of all sentences together, as scalar tensors."""
-        return Alignment(*self._sample.value().unbind(-1))
-
-    def interval(
-        self, confidence: float = 0.95, *, resamples: int = 1000, seed: int = 0
-    ) -> Interval:
-        """Return confidence bounds, see :meth:`~captum_ssm.metrics.Sample.interval`."""
-        return self._sample.interval(confidence, resamples=resamples, seed=seed)
-
-
-def _rates(counts: Tensor) -> Tensor:
-    """Compute alignment error rate, precision and recall (..., 3) from counts (..., 4)."""
-    predicted, sure, hit_sure, hit_possible = counts.unbind(-1)
-    error = 1 - (hit_sure + hit_possible) / (predicted + sure)
-    return torch.stack([error, hit_possible / predicted, hit_sure / sure], -1)
-
-
-def _sample_rates(sums: Tensor, counts: Tensor) -> Tensor:
-    """Compute the rates from sums over sentences; a statistic of :class:`Sample`."""
-    return _rates(sums)
 
 
 def _membership(words: Sequence[int], name: str) -> Tensor:

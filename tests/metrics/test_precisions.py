@@ -14,11 +14,11 @@ from helpers.stand_in import StandIn
 from torch import Tensor
 
 from captum_ssm.metrics import (
-    AlignmentScores,
     PseudoMaskScores,
     Sample,
     SegmentationScores,
     Texts,
+    alignment_rates,
     average_precision,
     best_links,
     change_order,
@@ -101,7 +101,9 @@ CASES: dict[str, Callable[[Data, Callable[[Tensor], Tensor]], Tensor]] = {
     "pseudo masks": lambda d, x: gathered(
         PseudoMaskScores(3), pseudo_masks(x(d.images), torch.ones(COUNT, 2), 0.25), d.gold.long()
     ),
-    "links": lambda d, x: gathered(AlignmentScores(), best_links(x(d.maps), d.mask), d.gold),
+    "links": lambda d, x: torch.stack(
+        alignment_rates(link_counts(best_links(x(d.maps), d.mask), d.gold))
+    ),
     "link accuracy": lambda d, x: link_accuracy(x(d.maps), d.gold, d.mask),
     "words": lambda d, x: words_of_tokens(x(d.maps), [0, 0, 1, 2, -1], [0, 0, 1, 1, 2, 3, 3]),
     "similarity": lambda d, x: token_similarity(x(d.maps), d.mask[..., 2], query=1),
