@@ -2,13 +2,13 @@
 
 from ..attr.text.tokens import Tokens
 from .captum_pictures import captum_image, captum_text, image_arrays
-from .curves import plot_curves, plot_perturbed
+from .curves import plot_curves
 from .edges import plot_edges, plot_windows
 from .graphs import plot_graph
 from .html.report import report
 from .intervals import plot_intervals
-from .layers import plot_decomposition_errors, plot_layers
-from .matrices import plot_channels, plot_depths, plot_matrices
+from .layers import plot_layers
+from .matrices import plot_matrices
 from .overlay import plot_image
 from .roles import plot_roles
 from .sources import plot_contributions
@@ -19,18 +19,14 @@ __all__ = [
     "captum_image",
     "captum_text",
     "image_arrays",
-    "plot_channels",
     "plot_contributions",
     "plot_curves",
-    "plot_decomposition_errors",
-    "plot_depths",
     "plot_edges",
     "plot_graph",
     "plot_image",
     "plot_intervals",
     "plot_layers",
     "plot_matrices",
-    "plot_perturbed",
     "plot_roles",
     "plot_text",
     "plot_windows",

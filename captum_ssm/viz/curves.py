@@ -12,7 +12,7 @@ from .layers import finish
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ..metrics import Curve, Perturbed
+    from ..metrics import Curve
 
 
 def plot_curves(
@@ -51,47 +51,6 @@ def plot_curves(
     axis.set(xlabel=shown(change), ylabel=shown(quantity))
     finish(figure, axis, [*named] if isinstance(curves, Mapping) else [], title)
     return figure, axis
-
-
-def plot_perturbed(
-    perturbed: Perturbed | Mapping[str, Perturbed],
-    *,
-    change: str = "share changed",
-    title: str | None = None,
-) -> tuple[Figure, Any]:
-    """Draw accuracy, probability and logit under a perturbation, side by side.
-
-    Args:
-        perturbed: a :class:`captum_ssm.metrics.Perturbed`, or a mapping from names to several.
-        change, title: as in :func:`plot_curves`, with the same defaults.
-
-    Returns:
-        The matplotlib figure and its three axes.
-
-    Raises:
-        InputError: as in :func:`plot_curves`.
-
-    Example:
-        >>> import torch
-        >>> from captum_ssm.metrics import Curve, Perturbed
-        >>> from captum_ssm.viz import plot_perturbed
-        >>> curve = Curve(torch.tensor([0.1, 0.5, 0.9]), torch.rand(8, 3))
-        >>> figure, axes = plot_perturbed({"rollout": Perturbed(curve, curve, curve)})
-        >>> [axis.get_ylabel() for axis in axes]
-        ['accuracy', 'probability', 'logit']
-    """
-    named = by_name(perturbed, "perturbed")
-    figure, axes = new_figure(11.5, 3.6, ncols=3)
-    panels = {"correct": "accuracy", "probability": "probability", "logit": "logit"}
-    for axis, (part, quantity) in zip(axes, panels.items(), strict=True):
-        _draw(axis, {name: getattr(p, part) for name, p in named.items()})
-        axis.set(xlabel=shown(change), ylabel=quantity)
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(fontsize=7)
-    if title:
-        figure.suptitle(shown(title), x=0.01, ha="left", size=11)
-    return figure, axes
 
 
 def _draw(axis: Any, curves: Mapping[str, Curve]) -> None:

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 #: Values per layer: a tensor (layers,), or a list as decomposition_error() returns it.
 Profile = Tensor | Sequence[float]
 
-#: Smaller decomposition errors are rounding errors, and are drawn at this value.
-_ROUNDING = 1e-8
-
 
 def plot_layers(
     profiles: Profile | Mapping[str, Profile],
@@ -64,40 +61,6 @@ def plot_layers(
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set(xlabel="layer", ylabel=shown(quantity))
     finish(figure, axis, [*named], title)
-    return figure, axis
-
-
-def plot_decomposition_errors(
-    errors: Profile | Mapping[str, Profile], *, title: str | None = None
-) -> tuple[Figure, Any]:
-    """Draw the error of each layer's contribution vectors (LATIM, figure 4).
-
-    Args:
-        errors: the result of :meth:`LatimNorm.decomposition_error
-            <captum_ssm.LatimNorm.decomposition_error>`, or a mapping from names to several, such as
-            one for each ``activation``.
-        title: a heading. Default: None.
-
-    Returns:
-        The matplotlib figure and its axes, on a logarithmic scale from 1e-8; smaller errors are
-        rounding errors.
-
-    Raises:
-        InputError: as in :func:`plot_layers`.
-
-    Example:
-        >>> from captum_ssm.viz import plot_decomposition_errors
-        >>> errors = {"linearized": [0.0, 0.0], "silu": [0.25, 0.5]}
-        >>> figure, axis = plot_decomposition_errors(errors)
-        >>> axis.get_yscale(), axis.lines[0].get_ydata().tolist()
-        ('log', [1e-08, 1e-08])
-    """
-    named = by_name(errors, "errors")
-    visible = {n: numbers(e, "errors").clamp_min(_ROUNDING) for n, e in named.items()}
-    figure, axis = plot_layers(
-        visible, quantity="decomposition error", logarithmic=True, title=title
-    )
-    axis.set_ylim(_ROUNDING / 2, max(2.0, *(2 * float(e.max()) for e in visible.values())))
     return figure, axis
 
 

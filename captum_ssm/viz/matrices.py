@@ -14,9 +14,6 @@ from .labels import label_axis, shown
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Depths at which the papers' figures show matrices.
-QUARTERS = (0.25, 0.5, 0.75)
-
 
 def plot_matrices(
     matrices: Sequence[Tensor],
@@ -31,7 +28,8 @@ def plot_matrices(
 
     Args:
         matrices: matrices (L, L), or (1, L, L) as :meth:`ImplicitAttention.matrices
-            <captum_ssm.ImplicitAttention.matrices>` returns them.
+            <captum_ssm.ImplicitAttention.matrices>` returns them; or the channels of one layer in a
+            tensor (C, L, L).
         tokens: labels of the tokens. Default: None, positions.
         titles: a heading for each picture. Default: None, ``layer 0``, ``layer 1``, ...
         title: a heading for all. Default: None.
@@ -80,99 +78,6 @@ def plot_matrices(
     if title:
         figure.suptitle(shown(title), x=0.01, ha="left", size=11)
     return figure, axes[: len(squares)]
-
-
-def plot_depths(
-    matrices: Sequence[Tensor],
-    tokens: Sequence[str] | None = None,
-    *,
-    depths: Sequence[float] = QUARTERS,
-    title: str | None = None,
-    absolute: bool = True,
-) -> tuple[Figure, Any]:
-    """Draw the matrices at some depths of the model, as the papers' figures do.
-
-    Args:
-        matrices: matrices of all layers, as for :func:`plot_matrices`.
-        tokens: labels of the tokens. Default: None, positions.
-        depths: shares of the layers, 0 for the first and 1 for the last. Default: 25 %, 50 %, 75 %.
-        title: a heading for all. Default: None.
-        absolute: as in :func:`plot_matrices`. Default: True, as in the papers.
-
-    Returns:
-        The matplotlib figure and its axes, one per depth.
-
-    Raises:
-        InputError: as in :func:`plot_matrices`.
-        OptionError: when depths is empty, or one is not from 0 to 1.
-
-    Example:
-        >>> import torch
-        >>> from captum_ssm.viz import plot_depths
-        >>> figure, axes = plot_depths([torch.eye(3)] * 9)
-        >>> [axis.get_title() for axis in axes]
-        ['layer 2  (25%)', 'layer 4  (50%)', 'layer 6  (75%)']
-    """
-    wrong = [depth for depth in depths if not 0 <= depth <= 1]
-    if wrong or not len(depths):
-        raise OptionError(f"depths={list(depths)!r}: pass one or more shares from 0 to 1.")
-    places = [round(depth * (len(matrices) - 1)) for depth in depths]
-    titles = [f"layer {i}  ({d:.0%})" for i, d in zip(places, depths, strict=True)]
-    chosen = [matrices[i] for i in places] if len(matrices) else []
-    return plot_matrices(chosen, tokens, titles=titles, title=title, absolute=absolute)
-
-
-def plot_channels(
-    matrix: Tensor,
-    tokens: Sequence[str] | None = None,
-    *,
-    channels: Sequence[int] | None = None,
-    title: str | None = None,
-    absolute: bool = True,
-    columns: int = 4,
-) -> tuple[Figure, Any]:
-    """Draw the matrices of single channels, or heads, of one layer.
-
-    Args:
-        matrix: a tensor (C, L, L), or (1, C, L, L) as :meth:`ImplicitAttention.matrices
-            <captum_ssm.ImplicitAttention.matrices>` returns it with ``reduce=None`` or ``"heads"``.
-        tokens: labels of the tokens. Default: None, positions.
-        channels: the channels' indices; negative ones count from the end. Default: None, the first
-            16.
-        title: a heading for all. Default: None.
-        absolute: as in :func:`plot_matrices`. Default: True, as in the papers.
-        columns: the number of pictures in a row. Default: 4.
-
-    Returns:
-        The matplotlib figure and its axes, one per channel.
-
-    Raises:
-        InputError: as in :func:`plot_matrices`, and when matrix has no channels.
-        OptionError: when a channel does not exist, or columns is below 1.
-
-    Example:
-        >>> import torch
-        >>> from captum_ssm.viz import plot_channels
-        >>> figure, axes = plot_channels(torch.rand(6, 4, 4), channels=[0, -1])
-        >>> [axis.get_title() for axis in axes]
-        ['channel 0', 'channel 5']
-    """
-    parts = matrix[0] if matrix.dim() == 4 and len(matrix) == 1 else matrix
-    if parts.dim() != 3:
-        raise InputError(
-            f"matrix of shape {tuple(matrix.shape)} has no channels to draw. Pass (C, L, L), for "
-            "example ImplicitAttention(model).matrices(inputs, reduce=None)[layer][example]."
-        )
-    count = len(parts)
-    chosen = range(min(count, 16)) if channels is None else channels
-    for channel in chosen:
-        if not -count <= channel < count:
-            raise OptionError(f"channels contains {channel}. Pass numbers from 0 to {count - 1}.")
-    titles = [f"channel {channel % count}" for channel in chosen]
-    squares = [parts[channel] for channel in chosen]
-    return plot_matrices(
-        squares, tokens, titles=titles, title=title, absolute=absolute, columns=columns
-    )
 
 
 def _draw(axis: Any, square: Tensor, absolute: bool) -> Any:

@@ -11,8 +11,8 @@ import torch
 from helpers.pictures import draw
 
 from captum_ssm.errors import InputError
-from captum_ssm.metrics import Curve, Perturbed
-from captum_ssm.viz import plot_curves, plot_decomposition_errors, plot_layers, plot_perturbed
+from captum_ssm.metrics import Curve
+from captum_ssm.viz import plot_curves, plot_layers
 from captum_ssm.viz.intervals import Interval, plot_intervals
 
 
@@ -29,11 +29,7 @@ def test_profiles_are_drawn_by_layer() -> None:
     assert [t.get_text() for t in figure.legends[0].get_texts()] == [r"\$a\$", "b"]
     draw(figure)
     assert not plot_layers([1.0, 2.0])[0].legends
-    _, axis = plot_decomposition_errors({"exact": [0.0, 0.5], "silu": torch.tensor([0.3, 0.1])})
-    drawn = [line.get_ydata() for line in axis.lines]
-    np.testing.assert_allclose(drawn, [[1e-8, 0.5], [0.3, 0.1]], rtol=1e-6)
-    low, high = axis.get_ylim()
-    assert axis.get_yscale() == "log" and all(low < y < high for ys in drawn for y in ys)
+    assert plot_layers([0.3, 0.1], logarithmic=True)[1].get_yscale() == "log"
     with pytest.raises(InputError, match="one number per layer"):
         plot_layers({"a": torch.rand(2, 2)})
 
@@ -49,12 +45,6 @@ def test_curves_are_means_with_standard_errors_and_areas() -> None:
         error = found.values.std(0) / 5**0.5
         assert heights.max() == pytest.approx(float((found.values.mean(0) + error).max()))
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("pixels masked", "accuracy")
-    both = Perturbed(curve(), curve(), curve())  # which has a panel each
-    figure, axes = plot_perturbed({"flow": both, "rollout": Perturbed(*both)}, title="$")
-    draw(figure)
-    for axis, part in zip(axes, both, strict=True):
-        np.testing.assert_allclose(axis.lines[0].get_ydata(), part.values.mean(0))
-    assert [axis.get_ylabel() for axis in axes] == ["accuracy", "probability", "logit"]
 
 
 def test_one_example_has_no_band_and_one_share_no_area() -> None:

@@ -18,9 +18,7 @@ from matplotlib.patches import Rectangle
 from captum_ssm.errors import InputError, OptionError
 from captum_ssm.viz import (
     Tokens,
-    plot_channels,
     plot_contributions,
-    plot_depths,
     plot_matrices,
     plot_roles,
     plot_text,
@@ -78,10 +76,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "titles has 1 labels": lambda: plot_matrices([SQUARE] * 2, titles=["a"]),
     r"shape \(2, 3\).* cannot be drawn": lambda: plot_matrices([torch.rand(2, 3)]),
     r"shape \(4,\).* cannot be drawn": lambda: plot_matrices([torch.rand(4)]),
-    "depths": lambda: plot_depths([SQUARE], depths=[1.2]),
-    "matrices is empty": lambda: plot_depths([]),
-    "channels contains 7": lambda: plot_channels(torch.rand(7, 4, 4), channels=[7]),
-    "no channels": lambda: plot_channels(SQUARE),
+    "matrices is empty": lambda: plot_matrices([]),
     "targets has 2 labels for 3": lambda: plot_contributions(SQUARE, targets=["x", "y"]),
     r"Pass \(targets, sources\)": lambda: plot_contributions(torch.rand(4)),
     "roles=.* Pass a mapping": lambda: plot_roles(["a"], {}),
@@ -125,11 +120,6 @@ def test_matrices_show_their_values() -> None:
     assert high == -low == pytest.approx(2 * float(matrix.abs().max()))
     assert labels(axes[0].get_xticklabels()) == labels(axes[0].get_yticklabels()) == list("abcde")
     draw(figure)
-    matrices = [torch.full((3, 3), float(i)) for i in range(9)]  # depths are shares of the layers
-    _, axes = plot_depths(matrices, depths=[0, 0.25, 0.5, 1], absolute=False)
-    assert [float(axis.images[0].get_array()[0, 0]) for axis in axes] == [0, 2, 4, 8]
-    assert axes[1].get_title() == "layer 2  (25%)"
-    assert len(plot_depths(matrices)[1]) == 3
     size = matrix[0].abs().double()  # absolute ones are stretched as in the papers
     _, axes = plot_matrices([-size, torch.zeros(5, 5)], absolute=True)
     expected = (size - size.min()) / (size.max() - size.min())
@@ -139,13 +129,11 @@ def test_matrices_show_their_values() -> None:
 
 @pytest.mark.slow
 def test_channels_are_laid_out_in_a_grid() -> None:
-    matrix = torch.randn(1, 7, 4, 4)
-    _, axes = plot_channels(matrix, columns=3, absolute=False)
+    channels = torch.randn(7, 4, 4)
+    _, axes = plot_matrices(channels, columns=3)
     assert len({round(axis.get_position().y0, 6) for axis in axes}) == 3
     for i, axis in enumerate(axes):
-        np.testing.assert_allclose(axis.images[0].get_array(), matrix[0, i].numpy())
-    _, axes = plot_channels(matrix[0], channels=[-1, 2])
-    assert [axis.get_title() for axis in axes] == ["channel 6", "channel 2"]
+        np.testing.assert_allclose(axis.images[0].get_array(), channels[i].numpy())
 
 
 @pytest.mark.slow
