@@ -17,10 +17,9 @@ from captum.metrics import sensitivity_max
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
-from ..edges import Edges, knock_out
 from ..errors import CaptumSSMError, GradientModeError, PaddedExampleError
 from .options import OPTIONS, TARGET, ByKind, Values
-from .small import HIDDEN, Vision, padded_ids, randomized
+from .small import Vision, padded_ids, randomized
 from .small import language as small_language
 
 #: The clauses (requirements of a method), in the order in which they are checked.
@@ -76,44 +75,6 @@ def check_method(
             f"{len(checker.failures)} checks of {checker.name} failed. Correct the method:\n"
             + "\n".join(f"- {failure}" for failure in checker.failures)
         )
-
-
-def check_knock_out(language: Callable[[], Any] | None = None, seed: int = 0) -> None:
-    """Check that :func:`~captum_ssm.knock_out` is independent of padding and restores the model.
-
-    Args:
-        language: a function that builds the language model, as in :func:`check_method`. Default:
-            None, a small Mamba from transformers.
-        seed: the seed of the model and the input. Default: 0.
-
-    Raises:
-        AssertionError: when a padded example's output differs from the output of the example by
-            itself, when nothing changes, or when the model is different afterwards.
-    """
-    with torch.random.fork_rng(), torch.no_grad():
-        torch.manual_seed(seed)
-        model: Any = (language or small_language)().double()
-        ids, mask = padded_ids()
-        whole, before = model(ids, mask).logits, _state(model)
-        for selection in (False, True):
-            for replace in (None, "mean"):
-                where = f"replace={replace!r}, selection={selection}"
-                edges = [
-                    Edges(1, [shift, 1 + shift], [2 + shift, 3 + shift], selection=selection)
-                    for shift in (HIDDEN, 0)
-                ]
-                with knock_out(model, edges[0], replace=replace):
-                    cut = model(ids, mask).logits[1, HIDDEN:]
-                with knock_out(model, edges[1], replace=replace):
-                    alone = model(ids[1:, HIDDEN:]).logits[0]
-                _close(cut, alone, f"{where}: a padded example differs from the example alone")
-                assert not torch.allclose(cut, whole[1, HIDDEN:]), f"{where}: nothing is cut"
-        try:
-            with knock_out(model, edges[0]):
-                raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            pass
-        _same(before, _state(model))
 
 
 class _Case(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 from zoo.small import falcon_lm
 
 from captum_ssm import ImplicitAttention, LatimALTI, LatimFlow, LatimNorm, MambaAttribution
-from captum_ssm.testing.methods import CLAUSES, KINDS, check_knock_out, check_method
+from captum_ssm.testing.methods import CLAUSES, KINDS, check_method
 from captum_ssm.testing.options import BASELINES, OPTIONS, Values
 
 #: What is checked whatever else is, and what takes longer: options, by kinds of inputs.
@@ -77,11 +77,6 @@ def test_a_rule_that_drops_constants() -> None:
 def test_on_another_model(method: Any) -> None:
     chosen = ["results", "padding", "parts"]
     check(method, clauses=chosen, kinds=["ids"], language=lambda: falcon_lm(**SIZES))
-
-
-@pytest.mark.parametrize("language", [None, lambda: falcon_lm(**SIZES)])
-def test_cuts(language: Any) -> None:
-    check_knock_out(language)
 
 
 def test_methods_differ_in_name() -> None:

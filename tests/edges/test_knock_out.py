@@ -262,6 +262,22 @@ def test_masked_tokens_keep_their_places() -> None:
         assert close(masked(ids), expected) <= 2e-6
 
 
+@pytest.mark.parametrize("selection", [False, True])
+@pytest.mark.parametrize("replacement", [None, "mean"])
+def test_a_padded_example_is_cut_as_by_itself(replacement: Any, selection: bool) -> None:
+    model, ids = mamba_lm().double(), torch.randint(1, 15, (2, 7))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+
+    def cut(ids: Tensor, mask: Any, by: int) -> Tensor:
+        edges = Edges(1, [by, 1 + by], [2 + by, 3 + by], selection=selection)
+        with torch.no_grad(), knock_out(model, edges, replace=replacement):
+            return model(ids, attention_mask=mask).logits[0, -4:]
+
+    alone = cut(ids[:1, 3:], None, 0)
+    assert close(cut(ids, mask, 3), alone) <= 1e-6 < close(model(ids[:1, 3:]).logits[0], alone)
+
+
 def test_what_cannot_be_cut() -> None:
     model, ids = mamba_lm(), torch.randint(15, (2, 9))
     before = logits(model(ids))
