@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .rwkv7 import RWKV7, load_rwkv7
     from .sentences import CLASS_WORDS, CLS, TextReader, class_vocabulary, text_words
     from .vim import VisionMamba, load_vim, vim_small, vim_tiny
-    from .vmamba import VMamba, load_vmamba, vmamba_base, vmamba_small, vmamba_tiny
+    from .vmamba import VMamba, load_vmamba
     from .vocabulary import WordVocabulary
 
 # Each family of models is imported when one of its names is first used.
@@ -33,7 +33,7 @@ __getattr__ = on_first_use(
         "rwkv7": "RWKV7 load_rwkv7",
         "sentences": "CLASS_WORDS CLS TextReader class_vocabulary text_words",
         "vim": "VisionMamba load_vim vim_small vim_tiny",
-        "vmamba": "VMamba load_vmamba vmamba_base vmamba_small vmamba_tiny",
+        "vmamba": "VMamba load_vmamba",
         "vocabulary": "WordVocabulary",
     },
 )
@@ -62,9 +62,6 @@ __all__ = [
     "text_words",
     "vim_small",
     "vim_tiny",
-    "vmamba_base",
-    "vmamba_small",
-    "vmamba_tiny",
 ]
 
 

@@ -82,7 +82,10 @@ class VSSBlock(nn.Module):
 class VMamba(nn.Module):
     """An image classifier of 2D selective scans, with the parameter names of VMamba checkpoints.
 
-    The published channels-first and channels-last models are equivalent; both fit this class.
+    The published channels-first and channels-last models are equivalent; both fit this class. The
+    released VMamba-T (s1l8) is ``VMamba(d_state=1, ssm_ratio=1.0, conv_bias=False)``; VMamba-S
+    (s2l15) has ``depths=(2, 2, 15, 2)`` and ``ssm_ratio=2.0`` instead, and VMamba-B also
+    ``dims=128``.
 
     Args:
         patch_size: side of the patches. Default: 4.
