@@ -7,7 +7,7 @@ matrices.  ``kernels`` contains the fast algorithms; a table there lists the ker
 operation uses.
 """
 
-from .base import Mixing, Operator, Shape
+from .base import Operator, Shape
 from .chain import Chain
 from .combine import DirectSum, Sum
 from .conv import ShortConv
@@ -36,7 +36,6 @@ __all__ = [
     "FeedbackRecurrence",
     "HeadCentering",
     "LongConv",
-    "Mixing",
     "Operator",
     "Permute",
     "Reduce",

@@ -35,7 +35,6 @@ adjoint; subclasses override the methods for which they have a faster algorithm.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from enum import Enum
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -78,37 +77,6 @@ class Shape(NamedTuple):
     per_head: int
 
 
-class Mixing(Enum):
-    """How an operator mixes tokens: the classes of theorem 1 of the hidden-attention paper.
-
-    The theorem classifies a layer by whether its token mixing depends on the data.  The class
-    depends on the types of an operator's parts, not on their values.  Several fixed mixings
-    with gates between them are data-controlled.  So is a recurrence whose decays depend on the
-    data: the weight of token j for token i depends on the tokens between.  A padding mask does not
-    count as data.
-
-    Attributes:
-        NONE: every output depends on its own token only.
-        FIXED: one matrix per channel mixes tokens, the same for every input (S4, DSS).
-        GATED: diag(r) . fixed . diag(w), where r and w may depend on the input (GSS, Hyena).
-        CONTROLLED: matrices that depend on the input in any other way (S6, attention).
-
-    Example:
-        >>> import torch
-        >>> from captum_ssm.operators import Chain, Diagonal, LongConv, Shape
-        >>> shape = Shape(batch=1, tokens=3, heads=1, per_head=1)
-        >>> conv = LongConv(torch.ones(1, 1, 3), shape)
-        >>> gate = Diagonal(torch.arange(3.0).view(1, 3, 1, 1), shape, "gate")
-        >>> conv.mixing.value, Chain(gate, conv, gate).mixing.value
-        ('fixed', 'gated')
-    """
-
-    NONE = "none"
-    FIXED = "fixed"
-    GATED = "gated"
-    CONTROLLED = "controlled"
-
-
 class Operator:
     """A frozen linear map over tokens, y[i] = sum over j of alpha[i, j] v[j], channel by channel.
 
@@ -143,8 +111,8 @@ class Operator:
         ...     def select(self, heads):
         ...         return Half(self.shape._replace(heads=len(heads)))
         >>> half = Half(Shape(batch=1, tokens=3, heads=2, per_head=1))
-        >>> bool((half.dense() == 0.5 * torch.eye(3)).all()), half.mixing.value
-        (True, 'none')
+        >>> bool((half.dense() == 0.5 * torch.eye(3)).all())
+        True
     """
 
     component: str | None = None
@@ -152,6 +120,8 @@ class Operator:
     roles: Mapping[str, Role] = MappingProxyType({})
     live: Mapping[str, Tensor] = MappingProxyType({})
     at_rest: float | Tensor = 0.0
+    #: Whether the coefficients depend on the input, not only on parameters.
+    data_dependent = True
     #: Whether computing whole matrices is faster than computing rows, for one channel per head.
     quick_heads = False
     #: Up to this many rows, :meth:`rows` computes their mean over channels faster than a strip.
@@ -234,18 +204,6 @@ class Operator:
     def mixes_tokens(self) -> bool:
         """Whether an output depends on tokens other than its own."""
         return True
-
-    @property
-    def data_dependent(self) -> bool:
-        """Whether the coefficients depend on the input, not only on parameters."""
-        return True
-
-    @property
-    def mixing(self) -> Mixing:
-        """The operator's class of token mixing; see :class:`Mixing`."""
-        if not self.mixes_tokens:
-            return Mixing.NONE
-        return Mixing.CONTROLLED if self.data_dependent else Mixing.FIXED
 
     # --- the parts it is made of -----------------------------------------------------------
 

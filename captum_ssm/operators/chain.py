@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor
 
-from .base import Mixing, Operator
+from .base import Operator
 from .combine import Composite
 from .diagonal import Diagonal
 from .heads import HeadCentering, HeadOperator
@@ -52,22 +52,6 @@ class Chain(Composite):
     def __init__(self, *parts: Operator) -> None:
         self.parts = tuple(p for part in parts for p in _flat(part))
         self.shape = self.parts[0].shape
-
-    @property
-    def mixing(self) -> Mixing:
-        """GATED if data-dependent parts only scale tokens, before or after all token mixing."""
-        if not (self.mixes_tokens and self.data_dependent):
-            return super().mixing
-        # a reordering does not count: it only moves the factors of diagonals to other tokens
-        mixing_at = [
-            i
-            for i, part in enumerate(self.parts)
-            if part.mixes_tokens and not isinstance(part, Permute)
-        ]
-        core = self.parts[mixing_at[0] : mixing_at[-1] + 1] if mixing_at else ()
-        if len(mixing_at) == 1 and core[0].data_dependent:
-            return core[0].mixing  # a sum, for example, may only gate, too
-        return Mixing.CONTROLLED if any(p.data_dependent for p in core) else Mixing.GATED
 
     def apply(self, v: Tensor) -> Tensor:
         for part in reversed(self.parts):

@@ -9,7 +9,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from .base import Mixing, Operator
+from .base import Operator
 from .diagonal import Diagonal
 from .kernels.arithmetic import sum_tensors
 from .kernels.bands import Band
@@ -26,7 +26,7 @@ class Composite(Operator):
         return any(part.mixes_tokens for part in self.parts)
 
     @property
-    def data_dependent(self) -> bool:
+    def data_dependent(self) -> bool:  # type: ignore[override]
         return any(part.data_dependent for part in self.parts)
 
     def leaves(self) -> Iterator[Operator]:
@@ -148,11 +148,6 @@ class DirectSum(Composite):
         self.parts = parts
         self._heads = [part.shape.heads for part in parts]
         self.shape = parts[0].shape._replace(heads=sum(self._heads))
-
-    @property
-    def mixing(self) -> Mixing:
-        """The class of the part whose mixing depends most on the data (last in :class:`Mixing`)."""
-        return max((part.mixing for part in self.parts), key=list(Mixing).index)
 
     def apply(self, v: Tensor) -> Tensor:
         shares = zip(self.parts, self._shares(v), strict=True)

@@ -58,11 +58,7 @@ class Diagonal(Operator):
         self.component = component
         self.at_rest = at_rest.detach() if isinstance(at_rest, Tensor) else at_rest
         common = weight.shape[0] == weight.shape[1] == 1
-        self._data_dependent = not common if data_dependent is None else data_dependent
-
-    @property
-    def data_dependent(self) -> bool:
-        return self._data_dependent
+        self.data_dependent = not common if data_dependent is None else data_dependent
 
     def apply(self, v: Tensor) -> Tensor:
         return self.weight * v
@@ -121,7 +117,7 @@ class Diagonal(Operator):
 
     def _with(self, weight: Tensor, **sizes: int) -> Diagonal:
         shape = self.shape._replace(**sizes)
-        return Diagonal(weight, shape, self.component, self._data_dependent, self.at_rest)
+        return Diagonal(weight, shape, self.component, self.data_dependent, self.at_rest)
 
     def after_band(self, band: Band) -> Band | None:
         return {lag: self.weight * factor for lag, factor in band.items()}

@@ -95,7 +95,6 @@ class DenseHeads(HeadOperator):
         matrices: the matrices alpha_h = matrices[:, h], (B, H, L, L).
         per_head: number of value channels of a head, P.
         component: name of the mixer's part that it represents. Default: ``"scan"``.
-        data_dependent: whether the matrices depend on the input. Default: True.
 
     Example:
         >>> import torch
@@ -112,16 +111,10 @@ class DenseHeads(HeadOperator):
         matrices: Tensor,
         per_head: int,
         component: str | None = "scan",
-        data_dependent: bool = True,
     ) -> None:
         self.matrices = matrices.detach()
         self.component = component
         self.shape = Shape(matrices.shape[0], matrices.shape[-1], matrices.shape[1], per_head)
-        self._data_dependent = data_dependent
-
-    @property
-    def data_dependent(self) -> bool:
-        return self._data_dependent
 
     def apply(self, v: Tensor) -> Tensor:
         with full_precision(v.device):
@@ -141,7 +134,7 @@ class DenseHeads(HeadOperator):
 
     def select(self, heads: Sequence[int]) -> Operator:
         matrices = some_heads(self.matrices.transpose(1, 2), heads).transpose(1, 2)
-        return DenseHeads(matrices, self.shape.per_head, self.component, self._data_dependent)
+        return DenseHeads(matrices, self.shape.per_head, self.component)
 
     def head_matrices(self) -> Tensor:
         return self.matrices

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .base import Mixing, Operator, Shape
+from .base import Operator, Shape
 from .kernels.bands import Band
 from .kernels.rows import Positions, Strip, by_query, sum_of_lags
 
@@ -220,14 +220,6 @@ class Windowed(Operator):
     @property
     def mixes_tokens(self) -> bool:
         return self.within.mixes_tokens
-
-    @property
-    def data_dependent(self) -> bool:
-        return self.within.data_dependent
-
-    @property
-    def mixing(self) -> Mixing:
-        return self.within.mixing
 
     def apply(self, v: Tensor) -> Tensor:
         return self.windows.merge(self.within.apply(self.windows.cut(v)))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, QueryError
-from ..operators import Mixing, Operator, Reduce, Shape
+from ..operators import Operator, Reduce, Shape
 from ..operators.kernels.bands import Band
 from ..operators.kernels.rows import Strip
 
@@ -433,9 +433,6 @@ class _Check:
         batch, tokens, heads, per_head = o.shape
         self.true(f"shape is {o.shape}", own.shape == (batch, heads * per_head, tokens, tokens))
         self.true("mixes_tokens", o.mixes_tokens or not own.tril(-1).any() | own.triu(1).any())
-        self.true(
-            "mixing is NONE without mixes_tokens", (o.mixing is Mixing.NONE) != o.mixes_tokens
-        )
         self.true("offset() is None without one", o.offset() is None or plain.offset is not None)
         held = [x for leaf in o.leaves() for x in leaf.tensors().values()]
         named = {x.data_ptr() for x in o.tensors().values()}

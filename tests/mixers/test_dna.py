@@ -31,7 +31,7 @@ from captum_ssm.models.dna import (
     StrandsMixer,
     StripedAttention,
 )
-from captum_ssm.operators import DeltaRule, Mixing
+from captum_ssm.operators import DeltaRule
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +96,6 @@ def test_matrices_of_hyena() -> None:
     layer = record_one(module, hidden)
     found = layer.linear.restrict(parse_components("exact")).operator.dense(None)
     assert relative_error(found, gates[0] @ core @ gates[1] @ conv) <= 1e-12
-    assert layer.linear.restrict({"scan"}).operator.mixing is Mixing.FIXED
 
 
 # --- StripedHyena 2 ----------------------------------------------------------------------------

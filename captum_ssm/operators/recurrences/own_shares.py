@@ -40,10 +40,6 @@ class OwnShares(Operator):
     def mixes_tokens(self) -> bool:
         return self.mixed.mixes_tokens
 
-    @property
-    def data_dependent(self) -> bool:
-        return self.mixed.data_dependent
-
     def tensors(self) -> dict[str, Tensor]:
         return self.mixed.tensors()
 
