@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..errors import CachedStateError, NonFiniteError
 from ..operators import Diagonal, Operator
-from ..operators.coefficients import live_coefficients
 from ..operators.kernels.truths import all_finite, are_noted, finite_together
 from .parts.token_map import TokenMap
 
@@ -102,7 +101,7 @@ class LinearMixer:
             coefficients that depend on the input with their graph: queries, keys, steps, and the
             weight of a :class:`~captum_ssm.operators.Diagonal` named ``"gate"``.
             :class:`~captum_ssm.MambaLRP` and some rules of :class:`~captum_ssm.LatimFlow` propagate
-            relevance along this graph; see :attr:`made_of`.
+            relevance along this graph.
         project: function of the output projection, from (B, L, H, P) to (B, L, E).
         mask: True for real tokens (B, L), from an argument of the call. Default: None, no token is
             padding, or the call has no mask.
@@ -155,18 +154,6 @@ class LinearMixer:
         if kept is None:
             kept = Diagonal(self.values.new_ones(1, 1, 1, 1), self.operator.shape)
         return replace(self, operator=kept)
-
-    @property
-    def made_of(self) -> dict[str, list[Tensor]]:
-        """The mixer's tensors with an autograd graph, by role.
-
-        The values have the role ``"content"``; coefficients that were passed with a graph have the
-        role ``"key"``, ``"query"``, ``"gate"`` or ``"step"``.
-        """
-        found: dict[str, list[Tensor]] = {"content": [self.values]}
-        for (holder, name), coefficient in live_coefficients(self.operator).items():
-            found.setdefault(holder.roles[name], []).append(coefficient)
-        return found
 
     def output(self) -> Tensor:
         """Compute the module's output (B, L, E) from the operator."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from captum_ssm.models.dna import (
     StripedAttention,
 )
 from captum_ssm.operators import DeltaRule
+from captum_ssm.operators.coefficients import live_coefficients
 
 pytestmark = pytest.mark.slow
 
@@ -174,9 +176,10 @@ ROLES: list[tuple[Any, int, dict[str, int]]] = [
 def test_roles_come_with_their_graphs(make: Any, width: int, counts: dict[str, int]) -> None:
     module, hidden = make(), torch.randn(1, 5, width, requires_grad=True)
     (_, adapter) = adapter_for(module) or pytest.fail("no adapter")
-    made_of = adapter(module, Call((hidden,), {}, module(hidden))).made_of
-    assert {role: len(found) for role, found in made_of.items()} == counts
-    assert all(x.requires_grad for found in made_of.values() for x in found)
+    mixer = adapter(module, Call((hidden,), {}, module(hidden)))
+    live = live_coefficients(mixer.operator)
+    assert Counter(["content", *(leaf.roles[name] for leaf, name in live)]) == counts
+    assert all(x.requires_grad for x in (mixer.values, *live.values()))
 
 
 # --- RWKV-7 in plain PyTorch -------------------------------------------------------------------
