@@ -25,6 +25,7 @@ from captum_ssm.metrics import (
     image_perturbation,
     kendall,
     link_accuracy,
+    link_counts,
     misclassification_confidence,
     pearson,
     pseudo_masks,
