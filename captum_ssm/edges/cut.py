@@ -52,18 +52,18 @@ class Kind(NamedTuple):
         return self.share.is_whole and self.by is None
 
 
-def read_replacement(given: Replacement) -> Literal["mean"] | Donor | None:
+def read_replacement(option: Replacement) -> Literal["mean"] | Donor | None:
     """Check the option ``replace``; return None, ``"mean"`` or a :class:`Donor`."""
-    if given is None or isinstance(given, str):
-        return None if given is None else checks.choice("replace", given, ("mean",))
-    if isinstance(given, Tensor):
-        return Donor((given,), {})
-    if isinstance(given, tuple) and given and isinstance(given[0], Tensor):
-        return Donor(given, {})
-    if isinstance(given, Mapping):
-        return Donor((), given)
+    if option is None or isinstance(option, str):
+        return None if option is None else checks.choice("replace", option, ("mean",))
+    if isinstance(option, Tensor):
+        return Donor((option,), {})
+    if isinstance(option, tuple) and option and isinstance(option[0], Tensor):
+        return Donor(option, {})
+    if isinstance(option, Mapping):
+        return Donor((), option)
     raise OptionError(
-        f"replace={given!r} is not accepted. Pass None, 'mean', or the input of a second run: a "
+        f"replace={option!r} is not accepted. Pass None, 'mean', or the input of a second run: a "
         "tensor, a tuple of the model's arguments, or a mapping of them."
     )
 
@@ -72,18 +72,18 @@ class KnockOut(Protocol):
     """The attributes of a knock-out that :class:`CutCall` uses; see :func:`~captum_ssm.knock_out`.
 
     Attributes:
-        of: for each mixer module, the edges that select the mixer.
-        given: the checked value of ``replace``.
+        edges_of: for each mixer module, the edges that select the mixer.
+        replacement: the checked value of ``replace``.
         verify: True to compare each mixer's operator with the module's output, or a tolerance.
-        sent: messages of the second run along the edges, by mixer and call number.
-        read: inputs of the mixers in the second run, by mixer and call number.
+        donor_messages: messages of the second run along the edges, by mixer and call number.
+        donor_inputs: inputs of the mixers in the second run, by mixer and call number.
     """
 
-    of: dict[nn.Module, list[Edges]]
-    given: Literal["mean"] | Donor | None
+    edges_of: dict[nn.Module, list[Edges]]
+    replacement: Literal["mean"] | Donor | None
     verify: bool | float
-    sent: dict[tuple[nn.Module, int], dict[Kind, Tensor]]
-    read: dict[tuple[nn.Module, int], Tensor]
+    donor_messages: dict[tuple[nn.Module, int], dict[Kind, Tensor]]
+    donor_inputs: dict[tuple[nn.Module, int], Tensor]
 
     @property
     def donor(self) -> Donor | None:
@@ -106,17 +106,17 @@ class CutCall:
         self.call = replace(call, args=args, kwargs=kwargs, output=output)
         self.hidden, self.output = call.hidden_states, call.output_tensor
         self.edges: dict[Kind, list[Edges]] = {}
-        self._found: dict[tuple[Kind, tuple[Edges, ...]], list[Pairs]] = {}
-        for one in acting:
-            for edges in one.of[mixer.module]:
-                by = None if one.given is None else one
-                kind = Kind(share_of(edges), edges.selection, by)
-                self.edges.setdefault(kind, []).append(edges)
+        self._pairs_of_edges: dict[tuple[Kind, tuple[Edges, ...]], list[Pairs]] = {}
+        for knock_out in acting:
+            for selected in knock_out.edges_of[mixer.module]:
+                by = None if knock_out.replacement is None else knock_out
+                kind = Kind(share_of(selected), selected.selection, by)
+                self.edges.setdefault(kind, []).append(selected)
 
-    def sent(self, donor: KnockOut) -> dict[Kind, Tensor]:
+    def messages(self) -> dict[Kind, Tensor]:
         """Return this call's messages along the edges, which a later run uses as replacements."""
         with torch.inference_mode(False), torch.no_grad(), full_precision(self.output.device):
-            self._keep_kind()
+            self._drop_other_kinds()
             return {
                 kind: self._message(kind, self._pairs(kind))
                 for kind in self.edges
@@ -126,22 +126,22 @@ class CutCall:
     def changed(self) -> Tensor | None:
         """Return the mixer's output without the cut messages; None if no message is cut."""
         with torch.inference_mode(False), torch.no_grad(), full_precision(self.output.device):
-            self._keep_kind()
-            self._refuse_two_ways()
-            parts = [k for k in self.edges if not k.is_whole]
-            lost = [self._lost(kind) for kind in parts]
-            delta = None
-            if lost:
-                before = sum_tensors(lost).flatten(-2)
-                delta = self._as_returned(projection_of(self.linear).product(before))
-            silent = [k for k in self.edges if k.is_whole]
-            mask = self._pairs(silent[0])[0].targets[0] if silent else None
+            self._drop_other_kinds()
+            self._refuse_conflicting_cuts()
+            partial_kinds = [k for k in self.edges if not k.is_whole]
+            cut_messages = [self._lost(kind) for kind in partial_kinds]
+            decrease = None
+            if cut_messages:
+                unprojected = sum_tensors(cut_messages).flatten(-2)
+                decrease = self._as_returned(projection_of(self.linear).product(unprojected))
+            whole_kinds = [k for k in self.edges if k.is_whole]
+            mask = self._pairs(whole_kinds[0])[0].targets[0] if whole_kinds else None
         out = self.output
-        if delta is not None and bool(delta.any()):
-            out = _Without.apply(out, delta)  # type: ignore[no-untyped-call]
+        if decrease is not None and bool(decrease.any()):
+            out = _Without.apply(out, decrease)  # type: ignore[no-untyped-call]
         if mask is not None:
-            where = self._as_returned(mask.to(out.device, torch.float32)[..., None]).bool()
-            out = out.masked_fill(where, 0)
+            is_silent = self._as_returned(mask.to(out.device, torch.float32)[..., None]).bool()
+            out = out.masked_fill(is_silent, 0)
         return None if out is self.output else out
 
     @functools.cached_property
@@ -150,20 +150,20 @@ class CutCall:
         record = Trace(0, self.inner.verify is not False)
         layer = Layer(record.linearize, self.mixer, self.call, None)
         record.layers.append(layer)
-        found = record.read(layer)
+        linear = record.read(layer)
         if self.inner.verify is not False:
             layer.verify(None if self.inner.verify is True else float(self.inner.verify))
-        return found
+        return linear
 
-    def _keep_kind(self) -> None:
+    def _drop_other_kinds(self) -> None:
         """Drop edges whose ``layers`` is ``"attention"`` or ``"ssm"`` and excludes this mixer."""
         if all(e.is_of_kind(True) and e.is_of_kind(False) for s in self.edges.values() for e in s):
             return
         attention = is_attention(self.linear)
-        kept = {k: [e for e in s if e.is_of_kind(attention)] for k, s in self.edges.items()}
-        self.edges = {kind: edges for kind, edges in kept.items() if edges}
-        for one in self.acting:
-            one.record_matched(edges for some in self.edges.values() for edges in some)
+        of_this_kind = {k: [e for e in s if e.is_of_kind(attention)] for k, s in self.edges.items()}
+        self.edges = {kind: edges for kind, edges in of_this_kind.items() if edges}
+        for knock_out in self.acting:
+            knock_out.record_matched(edge for edges in self.edges.values() for edge in edges)
 
     @functools.cached_property
     def _tokens(self) -> tuple[tuple[int, int], Tensor | None]:
@@ -171,36 +171,42 @@ class CutCall:
         if self.linear.map is not None:
             shape = self.linear.operator.shape
             return (shape.batch, shape.tokens), None
-        every = [e for s in self.edges.values() for e in s]
-        if all(e.sources is None and e.targets is None for e in every):
+        all_edges = [e for s in self.edges.values() for e in s]
+        if all(e.sources is None and e.targets is None for e in all_edges):
             return (self.hidden.shape[0], self.hidden.shape[1]), None
         size, places = self.inner.given_tokens(self.mixer.name, self.number)
-        same = places.shape == size and torch.equal(places, torch.arange(size[1]).expand(size))
-        return size, None if same else places
+        in_order = places.shape == size and torch.equal(places, torch.arange(size[1]).expand(size))
+        return size, None if in_order else places
 
     def _pairs(self, kind: Kind, edges: Sequence[Edges] | None = None) -> list[Pairs]:
         """Return the (target, source) pairs of a kind's edges, or of the passed ``edges``."""
         size, places = self._tokens
-        named = tuple(self.edges[kind] if edges is None else edges)
-        if (kind, named) not in self._found:
+        selected = tuple(self.edges[kind] if edges is None else edges)
+        if (kind, selected) not in self._pairs_of_edges:
             by_target = kind.selection or kind.share.constants
-            self._found[kind, named] = list(pairs_of(named, size, places, by_target=by_target))
-        return self._found[kind, named]
+            self._pairs_of_edges[kind, selected] = list(
+                pairs_of(selected, size, places, by_target=by_target)
+            )
+        return self._pairs_of_edges[kind, selected]
 
-    def _refuse_two_ways(self) -> None:
+    def _refuse_conflicting_cuts(self) -> None:
         """Raise OptionError if two kinds of edges would cut the same message differently."""
         kinds = list(self.edges)
-        for i, one in enumerate(kinds):
-            for other in kinds[:i]:
-                heads, others = one.share.heads, other.share.heads
-                if heads is not None and others is not None and not set(heads) & set(others):
+        for i, kind in enumerate(kinds):
+            for earlier in kinds[:i]:
+                heads, earlier_heads = kind.share.heads, earlier.share.heads
+                if (
+                    heads is not None
+                    and earlier_heads is not None
+                    and not set(heads) & set(earlier_heads)
+                ):
                     continue
-                if (one.is_whole and other.by is None) or (other.is_whole and one.by is None):
+                if (kind.is_whole and earlier.by is None) or (earlier.is_whole and kind.by is None):
                     continue  # nothing is left either way
-                if _overlap(self._pairs(one), self._pairs(other)):
+                if _share_a_pair(self._pairs(kind), self._pairs(earlier)):
                     raise OptionError(
-                        f"Layer {self.mixer.name!r}: {self.edges[other][0]} and "
-                        f"{self.edges[one][0]} cut one message in two ways. Pass the same heads, "
+                        f"Layer {self.mixer.name!r}: {self.edges[earlier][0]} and "
+                        f"{self.edges[kind][0]} cut one message in two ways. Pass the same heads, "
                         "component, selection and replace in both (and sources in both or none), "
                         "or edges without a common pair of tokens."
                     )
@@ -215,11 +221,11 @@ class CutCall:
         if kind.by is None or kind.by.donor is None:
             return lost
         key = self.mixer.module, self.number
-        sent = kind.by.sent.get(key, {}).get(kind)
+        sent = kind.by.donor_messages.get(key, {}).get(kind)
         if sent is None or sent.shape[1:] != lost.shape[1:] or len(sent) not in (1, len(lost)):
-            got = "does not run the layer" if sent is None else f"has {tuple(sent.shape[:2])}"
+            what = "does not run the layer" if sent is None else f"has {tuple(sent.shape[:2])}"
             raise InputError(
-                f"Layer {self.mixer.name!r}: the run on the replace input {got}, but this run has "
+                f"Layer {self.mixer.name!r}: the run on the replace input {what}, but this run has "
                 f"(B, L) = {tuple(lost.shape[:2])}. Pass replace with {lost.shape[1]} tokens."
             )
         return lost - sent
@@ -227,7 +233,7 @@ class CutCall:
     def _message(self, kind: Kind, pairs: Sequence[Pairs]) -> Tensor:
         """Sum the messages along pairs; with ``replace="mean"``, minus the mean token's message."""
         linear, values = self.linear, None
-        if kind.by is not None and kind.by.given == "mean":
+        if kind.by is not None and kind.by.replacement == "mean":
             values = linear.values - _mean(linear.values, linear.mask)
         return carried(linear, pairs, kind.share, self.mixer.name, values)
 
@@ -237,27 +243,29 @@ class CutCall:
         The mixer's linear form and coefficients are computed again for each set of sources.
         """
         linear, hidden = self.linear, self.hidden.detach()
-        fill = torch.zeros_like(hidden)
-        if kind.by is not None and kind.by.given == "mean":
-            fill = fill + _mean(hidden[..., None], linear.mask)[..., 0]
+        replacement = torch.zeros_like(hidden)
+        if kind.by is not None and kind.by.replacement == "mean":
+            replacement = replacement + _mean(hidden[..., None], linear.mask)[..., 0]
         elif kind.by is not None:
-            read = kind.by.read.get((self.mixer.module, self.number))
-            if read is None or read.shape[1:] != hidden.shape[1:]:
-                got = None if read is None else tuple(read.shape)
+            recorded = kind.by.donor_inputs.get((self.mixer.module, self.number))
+            if recorded is None or recorded.shape[1:] != hidden.shape[1:]:
+                got = None if recorded is None else tuple(recorded.shape)
                 raise InputError(
                     f"Layer {self.mixer.name!r}: the layer's input has shape {got} in the run on "
                     f"the replace input, but {tuple(hidden.shape)} in this run. Pass replace with "
                     f"{hidden.shape[1]} tokens."
                 )
-            fill = fill + read
-        whole, lost = linear.operator.affine(linear.values), torch.zeros_like(linear.values)
-        for some in pairs:
-            for targets, sources in zip(*some, strict=True):
-                gone = self._as_returned(sources.to(hidden.device, torch.float32)[..., None]).bool()
-                other = _with_hidden(self.call, torch.where(gone, fill, hidden))
-                without = linearize(self.mixer, other, running=True)
-                made = without.operator.affine(without.values)
-                lost += (whole - made) * targets.to(hidden.device)[..., None, None]
+            replacement = replacement + recorded
+        unchanged, lost = linear.operator.affine(linear.values), torch.zeros_like(linear.values)
+        for products in pairs:
+            for targets, sources in zip(*products, strict=True):
+                is_source = self._as_returned(
+                    sources.to(hidden.device, torch.float32)[..., None]
+                ).bool()
+                call = _with_hidden(self.call, torch.where(is_source, replacement, hidden))
+                linear_without = linearize(self.mixer, call, running=True)
+                changed = linear_without.operator.affine(linear_without.values)
+                lost += (unchanged - changed) * targets.to(hidden.device)[..., None, None]
         return lost * of_heads(linear, kind.share.heads, self.mixer.name)
 
     def _refuse_against_causality(self, kind: Kind) -> None:
@@ -266,10 +274,10 @@ class CutCall:
             if edges.sources is None or kind.share.without is not None:
                 continue
             pairs = self._pairs(kind, [edges])
-            if not pairs or any(_goes_forward(some) for some in pairs):
+            if not pairs or any(_has_pair_along_time(each_pairs) for each_pairs in pairs):
                 continue
-            there = any(bool((s.targets.any(-1) & s.sources.any(-1)).any()) for s in pairs)
-            if there and not bool(self._message(kind._replace(by=None), pairs).any()):
+            have_tokens = any(bool((s.targets.any(-1) & s.sources.any(-1)).any()) for s in pairs)
+            if have_tokens and not bool(self._message(kind._replace(by=None), pairs).any()):
                 raise QueryError(
                     f"Layer {self.mixer.name!r} reads only earlier tokens, but of the edges from "
                     f"sources={edges.sources!r} to targets={edges.targets!r} every target comes "
@@ -300,13 +308,13 @@ class _Without(torch.autograd.Function):
 
 def _with_hidden(call: Call, hidden: Tensor) -> Call:
     """Copy a mixer's call, with ``hidden`` (B, L, E) in place of the hidden states."""
-    old = call.hidden_states
+    original = call.hidden_states
 
-    def other(x: Any) -> Any:
-        return hidden if x is old else x
+    def swapped(x: Any) -> Any:
+        return hidden if x is original else x
 
-    kwargs = {name: other(x) for name, x in call.kwargs.items()}
-    return replace(call, args=tuple(map(other, call.args)), kwargs=kwargs)
+    kwargs = {name: swapped(x) for name, x in call.kwargs.items()}
+    return replace(call, args=tuple(map(swapped, call.args)), kwargs=kwargs)
 
 
 def _mean(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -317,7 +325,7 @@ def _mean(x: Tensor, mask: Tensor | None) -> Tensor:
     return (x * keep).sum(1, keepdim=True) / keep.sum(1, keepdim=True).clamp_min(1)
 
 
-def _overlap(one: Sequence[Pairs], other: Sequence[Pairs]) -> bool:
+def _share_a_pair(one: Sequence[Pairs], other: Sequence[Pairs]) -> bool:
     """Return True if some pair of tokens is in both ``one`` and ``other``."""
     return any(
         bool((a.targets[r] & t).any(-1).logical_and((a.sources[r] & s).any(-1)).any())
@@ -328,7 +336,7 @@ def _overlap(one: Sequence[Pairs], other: Sequence[Pairs]) -> bool:
     )
 
 
-def _goes_forward(pairs: Pairs) -> bool:
+def _has_pair_along_time(pairs: Pairs) -> bool:
     """Return True if some pair, in any example, has its target at or after its source."""
     tokens = pairs.targets.shape[-1]
     position = torch.arange(tokens)

@@ -86,10 +86,12 @@ def knock_out(
         >>> torch.allclose(without[:, :-1], model(ids).logits[:, :-1], atol=1e-4)
         True
     """
-    for one in edges:
-        if not isinstance(one, Edges):
-            raise OptionError(f"edges contains {one!r}. Pass only Edges(layers, sources, targets).")
-        if all(getattr(one, name) is None for name in _NAMED):
+    for edge in edges:
+        if not isinstance(edge, Edges):
+            raise OptionError(
+                f"edges contains {edge!r}. Pass only Edges(layers, sources, targets)."
+            )
+        if all(getattr(edge, name) is None for name in _NAMED):
             raise OptionError(
                 "Edges() has no arguments, so it would cut the whole output of every mixer. Pass "
                 "layers, sources, targets, heads or component; for every layer, pass "
@@ -99,7 +101,7 @@ def knock_out(
     verify = checks.tolerance("verify", verify)
     cut = _KnockOut(module, edges, read_replacement(replace), verify)
     if cut.donor is not None:
-        cut.listen(cut.donor)
+        cut.run_donor(cut.donor)
     token = _active.set((*_active.get(), cut))
     try:
         with ExitStack() as stack:
@@ -115,26 +117,28 @@ class _KnockOut(Watcher):
 
     model: nn.Module
     edges: Sequence[Edges]
-    given: Literal["mean"] | Donor | None
+    replacement: Literal["mean"] | Donor | None
     verify: bool | float
     #: Messages along the edges in the run on the ``replace`` input, by mixer and call number.
-    sent: dict[tuple[nn.Module, int], dict[Kind, Tensor]] = field(default_factory=dict)
+    donor_messages: dict[tuple[nn.Module, int], dict[Kind, Tensor]] = field(default_factory=dict)
     #: The mixers' inputs in the run on the ``replace`` input, by mixer and call number.
-    read: dict[tuple[nn.Module, int], Tensor] = field(default_factory=dict)
+    donor_inputs: dict[tuple[nn.Module, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         mixers = registered_mixers(self.model)
-        self.vouched = all(_lists_mixers(one, mixers) for one in self.edges)
+        self.vouched = all(_lists_mixers(edge_set, mixers) for edge_set in self.edges)
         if not self.vouched:
             mixers = find_mixers(self.model)
         inside = {mixer.module for mixer in mixers}
         self.mixers = [mixer for mixer in mixers if inside.isdisjoint(mixer.around)]
-        self.of: dict[nn.Module, list[Edges]] = {}
-        for one in self.edges:
-            for mixer in one.chosen(self.mixers):
-                self.of.setdefault(mixer.module, []).append(one)
+        self.edges_of: dict[nn.Module, list[Edges]] = {}
+        for edge_set in self.edges:
+            for mixer in edge_set.chosen(self.mixers):
+                self.edges_of.setdefault(mixer.module, []).append(edge_set)
         acting = (*_active.get(), self)
-        by_token = [m for m in self.mixers if any(_names_tokens(k.of, m.module) for k in acting)]
+        by_token = [
+            m for m in self.mixers if any(_names_tokens(k.edges_of, m.module) for k in acting)
+        ]
         #: Mixers whose edges name tokens, and modules that contain these mixers. A call of the
         #: outermost module first maps each mixer's tokens to the input's tokens.
         self._by_token = {outer for m in by_token for outer in (m.module, *m.around)}
@@ -143,16 +147,16 @@ class _KnockOut(Watcher):
         self._given: Given | None = None
         self._depth = 0
         self._calls: Counter[nn.Module] = Counter()
-        self._listening = False
+        self._runs_donor = False
         self._matched: set[Edges] = set()
 
     @property
     def donor(self) -> Donor | None:
-        return self.given if isinstance(self.given, Donor) else None
+        return self.replacement if isinstance(self.replacement, Donor) else None
 
-    def listen(self, donor: Donor) -> None:
+    def run_donor(self, donor: Donor) -> None:
         """Run the model on the ``replace`` input, and store the messages along the edges."""
-        self._listening = True
+        self._runs_donor = True
         try:
             with ExitStack() as stack:
                 self.watch(stack)
@@ -161,7 +165,7 @@ class _KnockOut(Watcher):
         except QueryError as error:
             raise QueryError(f"In the run on the replace input: {error}") from error
         finally:
-            self._listening = False
+            self._runs_donor = False
 
     def watch(self, stack: ExitStack) -> None:
         """Register hooks on the model; the exit stack removes them."""
@@ -223,8 +227,8 @@ class _KnockOut(Watcher):
             return
         self._depth = max(0, self._depth - 1)
         if self._depth == 0 and output is not None:  # else the call failed
-            missed = [e for es in self.of.values() for e in es if e not in self._matched]
-            kind = next((e.layers for e in missed if e.layers in KINDS), None)
+            unmatched = [e for es in self.edges_of.values() for e in es if e not in self._matched]
+            kind = next((e.layers for e in unmatched if e.layers in KINDS), None)
             if kind is not None:
                 raise NoMixerError(
                     f"layers={kind!r}, but no mixer that ran is of this kind. Pass one of the "
@@ -247,11 +251,12 @@ class _KnockOut(Watcher):
             return None
         number = self._calls[mixer.module]
         self._calls[mixer.module] += 1
-        acting = [one for one in _active.get() if mixer.module in one.of]
-        if self._listening:
-            if mixer.module in self.of:
-                self.sent[mixer.module, number] = CutCall(mixer, call, number, [self]).sent(self)
-                self.read[mixer.module, number] = call.hidden_states.detach()
+        acting = [knock_out for knock_out in _active.get() if mixer.module in knock_out.edges_of]
+        if self._runs_donor:
+            if mixer.module in self.edges_of:
+                donor_call = CutCall(mixer, call, number, [self])
+                self.donor_messages[mixer.module, number] = donor_call.messages()
+                self.donor_inputs[mixer.module, number] = call.hidden_states.detach()
         elif acting and acting[-1] is self:  # the innermost one acts for all
             return CutCall(mixer, call, number, acting).changed()
         return None
@@ -274,9 +279,9 @@ _looks_away: ContextVar[bool] = ContextVar("captum_ssm_looks_away", default=Fals
 _active: ContextVar[tuple[_KnockOut, ...]] = ContextVar("captum_ssm_knock_out", default=())
 
 
-def _names_tokens(of: Mapping[nn.Module, Sequence[Edges]], mixer: nn.Module) -> bool:
+def _names_tokens(edges_of: Mapping[nn.Module, Sequence[Edges]], mixer: nn.Module) -> bool:
     """Return True if some edges of a mixer set ``sources`` or ``targets``."""
-    return any(e.sources is not None or e.targets is not None for e in of.get(mixer, ()))
+    return any(e.sources is not None or e.targets is not None for e in edges_of.get(mixer, ()))
 
 
 def _lists_mixers(edges: Edges, mixers: Sequence[Mixer]) -> bool:
@@ -285,7 +290,7 @@ def _lists_mixers(edges: Edges, mixers: Sequence[Mixer]) -> bool:
     A number, kind or family may select a mixer without an adapter, which raises an error.
     """
     layers = edges.layers
-    several = layers if isinstance(layers, list | tuple) else [layers]
+    entries = layers if isinstance(layers, list | tuple) else [layers]
     names = [name for mixer in mixers for name in mixer.names]
-    named = [isinstance(x, nn.Module) or (isinstance(x, str) and x in names) for x in several]
-    return bool(named) and all(named)
+    are_named = [isinstance(x, nn.Module) or (isinstance(x, str) and x in names) for x in entries]
+    return bool(are_named) and all(are_named)

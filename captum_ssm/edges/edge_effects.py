@@ -27,7 +27,7 @@ from ..tracing import Graph, Layer, Trace, find_mixers, find_model, graphs_dropp
 from ..tracing.observe import observe
 from .effects import Effects, LayerEffects
 from .pairs import Edges
-from .readers import NormCalls, Readers
+from .readers import NormCalls, NormReader, Readers
 from .truth import Interventions, Truth, sampled
 
 
@@ -132,16 +132,16 @@ class EdgeEffects(Explainer):
             ReconstructionError: when ``verify`` finds that an operator differs from its module.
         """
         verify = checks.tolerance("verify", verify)
-        asked = Against(target, contrast)
+        question = Against(target, contrast)
 
         def explain(request: Request, _: Sequence[Any], cut: BatchPart) -> list[Effects]:
             request = replace(request, verify=verify is not False)
-            run = functools.partial(self._of, request, asked, verify)
+            run = functools.partial(self._run_once, request, question, verify)
             return [as_memory_allows(run, self.recompute)]
 
         tensor, _ = single_input(inputs)
-        ((found,),) = self._by_parts(tensor, [asked], additional_forward_args, None, explain)
-        return found
+        ((effects,),) = self._by_parts(tensor, [question], additional_forward_args, None, explain)
+        return effects
 
     def validate(
         self,
@@ -191,66 +191,71 @@ class EdgeEffects(Explainer):
             before = run.numbers().cpu().double()
             rounding = 4 * torch.finfo(effects.output.dtype).eps * float(before.abs().max())
             if edges is None:
-                drawn = sampled(effects, samples, checks.integer("seed", seed))
-                examples = [example for example, _ in drawn]
-                estimated = [edge.effect for _, edge in drawn]
-                true = before[examples] - run.of_single(drawn)
-                found: list[Any] = [edge for _, edge in drawn]
-                return Truth(found, examples, torch.tensor(estimated).double(), true, rounding)
+                sampled_edges = sampled(effects, samples, checks.integer("seed", seed))
+                examples = [example for example, _ in sampled_edges]
+                estimated = [edge.effect for _, edge in sampled_edges]
+                true = before[examples] - run.of_single(sampled_edges)
+                single: list[Any] = [edge for _, edge in sampled_edges]
+                return Truth(single, examples, torch.tensor(estimated).double(), true, rounding)
             batch = len(tensor)
-            losses = [before - run.numbers(one).cpu().double() for one in edges]
-            guesses = [effects.of(one).cpu().double() for one in edges]
+            losses = [before - run.numbers(edge).cpu().double() for edge in edges]
+            estimates = [effects.of(edge).cpu().double() for edge in edges]
         examples = [example for _ in edges for example in range(batch)]
-        each = [one for one in edges for _ in range(batch)]
-        return Truth(each, examples, torch.cat(guesses), torch.cat(losses), rounding)
+        repeated = [edge for edge in edges for _ in range(batch)]
+        return Truth(repeated, examples, torch.cat(estimates), torch.cat(losses), rounding)
 
-    def _of(self, request: Request, asked: Against, verify: bool | float, again: bool) -> Effects:
+    def _run_once(
+        self, request: Request, question: Against, verify: bool | float, again: bool
+    ) -> Effects:
         """Run the model forward and backward once; return the layers' gradients as Effects.
 
         With ``again`` blocks run again in the backward pass.
         """
-        by_rule, calls = self.rule is not None, None
+        by_rule, norm_calls = self.rule is not None, None
         mixers = find_mixers(request.model, request.layers)
         with ExitStack() as stack:
             stack.enter_context(repaired_scans())
             stack.enter_context(graphs_dropped(request.model))
             stack.enter_context(torch.set_grad_enabled(not by_rule))
-            with ExitStack() as listening:
+            with ExitStack() as during_run:
                 if again and not by_rule:
-                    listening.enter_context(checkpointed(request.model, mixers))
+                    during_run.enter_context(checkpointed(request.model, mixers))
                 if self.exact_norms:
-                    calls = NormCalls(request.model, mixers, listening)
+                    norm_calls = NormCalls(request.model, mixers, during_run)
                 graph: Graph = "none" if by_rule else "outputs"
                 run = traced(replace(request, graph=graph, operators=not again))
-            index = target_index(asked.target, run.output)
+            index = target_index(question.target, run.output)
             require_real_target(index, run.output, run.mask)
             if by_rule:
-                ((number, found),) = coefficients(request, [asked], self.rule, again)
+                ((value, gradients),) = coefficients(request, [question], self.rule, again)
             else:
-                number, _ = contrasted(run.output, asked.target, asked.contrast)
-                question = Question(asked.target, torch.zeros_like(number), number)
+                value, _ = contrasted(run.output, question.target, question.contrast)
+                # the weights (B,), of a fold, are not read here
+                asked = Question(question.target, torch.zeros_like(value), value)
                 outputs = [layer.output for layer in run.layers]
                 names = [layer.name for layer in run.layers]
                 if again:  # blocks run once more as they did
                     observe(request.model, mixers, (), stack, gradients=True, vouched=True)
-                found = replace(run, questions=[question]).gradients(outputs, names)
+                gradients = replace(run, questions=[asked]).gradients(outputs, names)
         layers = []
-        norms = [()] * len(found) if calls is None else calls.of_layers(run.layers, found)
-        for layer, gradient, read_by in zip(run.layers, found, norms, strict=True):
+        norms_of: Sequence[Sequence[NormReader]] = [()] * len(gradients)
+        if norm_calls is not None:
+            norms_of = norm_calls.of_layers(run.layers, gradients)
+        for layer, gradient, norms in zip(run.layers, gradients, norms_of, strict=True):
             verify_layer(layer, verify)
             linear = layer.written
             gradient = layer.in_order(gradient).to(linear.values)
-            readers = Readers(layer, read_by) if read_by else None
-            kept = functools.partial(_written, run.record, layer) if again else linear
-            layers.append(LayerEffects(layer.mixer, kept, gradient, readers))
-        require_alone(run, verify, [(asked, number.detach())])
+            readers = Readers(layer, norms) if norms else None
+            source = functools.partial(_linear_again, run.record, layer) if again else linear
+            layers.append(LayerEffects(layer.mixer, source, gradient, readers))
+        require_alone(run, verify, [(question, value.detach())])
         if request.inputs.dim() == 4:
             tokens = layers[0].linear.operator.shape.tokens
         else:
             tokens = request.inputs.shape[1]
-        return Effects(tuple(layers), mixers, number.detach(), tokens, run.given)
+        return Effects(tuple(layers), mixers, value.detach(), tokens, run.given)
 
 
-def _written(record: Trace, layer: Layer) -> LinearMixer:
+def _linear_again(record: Trace, layer: Layer) -> LinearMixer:
     """Build a layer's linear mixer again; ``record`` keeps the latest one."""
     return layer.written

@@ -85,42 +85,45 @@ class LayerEffects:
         return self.mixer.name
 
     @property
-    def _left(self) -> Tensor:
+    def _unprojected_gradient(self) -> Tensor:
         """The output's gradient before the mixer's output projection, (B, L, H, P)."""
-        before = self.gradient @ projection_of(self.linear).weight.T
-        return before.view(self.linear.operator.shape)
+        unprojected = self.gradient @ projection_of(self.linear).weight.T
+        return unprojected.view(self.linear.operator.shape)
 
-    def _factors_of(self, left: Tensor) -> list[tuple[Tensor, Operator]]:
+    def _factors_of(self, gradient: Tensor) -> list[tuple[Tensor, Operator]]:
         """Return pairs of a factor (B, L, H, P) and a channelwise operator, for effects.
 
         effect[i, j] sums factor[i] operator[i, j] values[j] over pairs, heads and channels.
         """
         products = locals_and_cores(self.linear.operator, like=self.linear.values)
-        return [(reduce(lambda x, part: part.transpose(x), p, left), core) for p, core in products]
+        return [
+            (reduce(lambda x, local: local.transpose(x), p, gradient), core) for p, core in products
+        ]
 
-    def _left_at(self, index: Tensor) -> Tensor:
+    def _unprojected_gradient_at(self, index: Tensor) -> Tensor:
         """Return the gradient before the projection, (B, L, H, P), with zeros outside ``index``."""
         weight = projection_of(self.linear).weight
         example = torch.arange(len(index), device=index.device)[:, None]
-        before = weight.new_zeros(*self.gradient.shape[:2], len(weight))
-        before[example, index] = self.gradient[example, index] @ weight.T
-        return before.view(self.linear.operator.shape)
+        unprojected = weight.new_zeros(*self.gradient.shape[:2], len(weight))
+        unprojected[example, index] = self.gradient[example, index] @ weight.T
+        return unprojected.view(self.linear.operator.shape)
 
     @torch.no_grad()
     def rows(self, index: Tensor) -> Tensor:
         """Return the effects (B, Q, L) of all messages to the targets at ``index`` (B, Q)."""
         if self.readers is not None:
             return self.readers.rows(index)
-        factors = self._factors_of(self._left_at(index))
+        factors = self._factors_of(self._unprojected_gradient_at(index))
         values = self.linear.values
-        found = values.new_zeros(*index.shape, values.shape[1])
-        for some in in_stacks(range(index.shape[1]), values.numel(), values.device):
-            at = index[:, some.start : some.stop].T
+        effects = values.new_zeros(*index.shape, values.shape[1])
+        for stack in in_stacks(range(index.shape[1]), values.numel(), values.device):
+            targets = index[:, stack.start : stack.stop].T
             weighted = sum_tensors(
-                core.unit_rows(at, at_positions(left, at)) * values for left, core in factors
+                core.unit_rows(targets, at_positions(factor, targets)) * values
+                for factor, core in factors
             )
-            found[:, some.start : some.stop] = weighted.sum((-1, -2)).transpose(0, 1)
-        return found
+            effects[:, stack.start : stack.stop] = weighted.sum((-1, -2)).transpose(0, 1)
+        return effects
 
     def matrix(self) -> Tensor:
         """Return the effects of all messages by target and source, (B, L, L)."""
@@ -130,27 +133,27 @@ class LayerEffects:
     @torch.no_grad()
     def strips(self, rows: range) -> Iterator[tuple[range, Tensor]]:
         """Yield chunks of :meth:`matrix`: a range of R targets, and their effects (B, R, L)."""
-        linear, left = self.linear, self._left if self.readers is None else None
+        linear, gradient = self.linear, self._unprojected_gradient if self.readers is None else None
         batch, tokens = linear.operator.shape[:2]
-        factors = [] if left is None else self._factors_of(left)
-        for part in slices(rows, _ROWS):
-            some = range(part.start, part.stop)
+        factors = [] if gradient is None else self._factors_of(gradient)
+        for chunk in slices(rows, _ROWS):
+            targets = range(chunk.start, chunk.stop)
             if self.readers is None:
-                found = [
-                    core.entries(left, {0: linear.values}, some).full(tokens)
-                    for left, core in factors
+                by_factor = [
+                    core.entries(factor, {0: linear.values}, targets).full(tokens)
+                    for factor, core in factors
                 ]
-                yield some, sum_tensors(found)
+                yield targets, sum_tensors(by_factor)
             else:
-                index = torch.tensor(some, device=self.gradient.device)
-                yield some, self.readers.rows(index.expand(batch, -1))
+                index = torch.tensor(targets, device=self.gradient.device)
+                yield targets, self.readers.rows(index.expand(batch, -1))
 
     @torch.no_grad()
     def by_source(self) -> Tensor:
         """Return the effects of each source, summed over targets, (B, L)."""
         if self.readers is not None:
             return self._summed(1)
-        sent = self.linear.operator.transpose(self._left)
+        sent = self.linear.operator.transpose(self._unprojected_gradient)
         return (sent * self.linear.values).sum((-1, -2))
 
     @torch.no_grad()
@@ -158,13 +161,14 @@ class LayerEffects:
         """Return the effects at each target, summed over sources, (B, L)."""
         if self.readers is not None:
             return self._summed(2)
-        return (self.linear.operator.apply(self.linear.values) * self._left).sum((-1, -2))
+        received = self.linear.operator.apply(self.linear.values)
+        return (received * self._unprojected_gradient).sum((-1, -2))
 
     def _summed(self, over: int) -> Tensor:
         """Sum :meth:`matrix` over targets (``over=1``) or sources (2) in chunks, to (B, L)."""
         rows = range(self.linear.operator.shape.tokens)
-        found = [part.sum(over) for _, part in self.strips(rows)]
-        return sum_tensors(found) if over == 1 else torch.cat(found, 1)
+        sums = [strip.sum(over) for _, strip in self.strips(rows)]
+        return sum_tensors(sums) if over == 1 else torch.cat(sums, 1)
 
     @torch.no_grad()
     def along(self, edges: Edges, size: tuple[int, int], given: Tensor | None) -> Tensor:
@@ -186,18 +190,18 @@ class LayerEffects:
         if share.is_whole:
             ((targets, _),) = pairs
             keep = targets[0].to(self.gradient)[..., None]
-            return self._of_lost(self.linear.output() * keep)
-        before = carried(self.linear, pairs, share, self.name)
+            return self._effect_of_subtracting(self.linear.output() * keep)
+        messages = carried(self.linear, pairs, share, self.name)
         if self.readers is None:
-            return (before * self._left).flatten(1).sum(1)
-        return self._of_lost(projection_of(self.linear).product(before.flatten(-2)))
+            return (messages * self._unprojected_gradient).flatten(1).sum(1)
+        return self._effect_of_subtracting(projection_of(self.linear).product(messages.flatten(-2)))
 
-    def _of_lost(self, lost: Tensor) -> Tensor:
+    def _effect_of_subtracting(self, lost: Tensor) -> Tensor:
         """Return the effect (B,) of subtracting ``lost`` (B, L, E) from the mixer's output."""
         if self.readers is None:
             return (self.gradient * lost).flatten(1).sum(1)
-        every = torch.arange(lost.shape[1], device=lost.device).expand(len(lost), -1)
-        return self.readers.lost(lost[:, :, None], every).flatten(1).sum(1)
+        positions = torch.arange(lost.shape[1], device=lost.device).expand(len(lost), -1)
+        return self.readers.lost(lost[:, :, None], positions).flatten(1).sum(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,7 +248,7 @@ class Effects:
             layers: a number, a name, a range or slice, or a list of these. Default: None, all.
         """
         total = self._total(layers, LayerEffects.matrix)
-        return self._on_given(self._on_given(total).mT).mT
+        return self._at_input_tokens(self._at_input_tokens(total).mT).mT
 
     @underflow_flushed()
     def rows(self, positions: Positions, layers: Any = None) -> Tensor:
@@ -258,9 +262,11 @@ class Effects:
         def of(layer: LayerEffects) -> Tensor:
             tokens = layer.linear.operator.shape.tokens
             size = len(layer.gradient), tokens if self.given is None else self.tokens
-            return layer.rows(self._read_at(query_index(positions, size, layer.gradient.device)))
+            return layer.rows(
+                self._layer_positions(query_index(positions, size, layer.gradient.device))
+            )
 
-        return self._on_given(self._total(layers, of).mT).mT
+        return self._at_input_tokens(self._total(layers, of).mT).mT
 
     def by_layer(self) -> Tensor:
         """Return the sum of all effects in each of N layers, (N, B)."""
@@ -268,11 +274,11 @@ class Effects:
 
     def by_source(self, layers: Any = None) -> Tensor:
         """Return the effects of each source, summed over targets and layers, (B, L)."""
-        return self._on_given(self._total(layers, LayerEffects.by_source))
+        return self._at_input_tokens(self._total(layers, LayerEffects.by_source))
 
     def by_target(self, layers: Any = None) -> Tensor:
         """Return the effects at each target, summed over sources and layers, (B, L)."""
-        return self._on_given(self._total(layers, LayerEffects.by_target))
+        return self._at_input_tokens(self._total(layers, LayerEffects.by_target))
 
     def of(self, *edges: Edges) -> Tensor:
         """Estimate the effect of cutting all ``edges`` together as the sum of their effects, (B,).
@@ -280,15 +286,15 @@ class Effects:
         A message that is in two of the edges counts twice.
         """
         total = torch.zeros_like(self.output)
-        for one in edges:
-            meant = {mixer.module for mixer in one.chosen(self.mixers)}
+        for edge_set in edges:
+            selected_mixers = {mixer.module for mixer in edge_set.chosen(self.mixers)}
             for layer in self.layers:
-                if layer.mixer.module not in meant:
+                if layer.mixer.module not in selected_mixers:
                     continue
                 shape = layer.linear.operator.shape
                 size = shape.batch, shape.tokens if self.given is None else self.tokens
                 given = None if self.given is None else self.given.cpu()
-                total = total + layer.along(one, size, given).to(total)
+                total = total + layer.along(edge_set, size, given).to(total)
         return total
 
     def to_pandas(self, count: int = 100) -> Any:
@@ -311,69 +317,72 @@ class Effects:
         checks.count("count", count)
         batch = len(self.output)
         best: list[list[Edge]] = [[] for _ in range(batch)]
-        for layer in self._chosen(layers):
-            number, tokens = self.layers.index(layer), layer.linear.operator.shape.tokens
-            for rows, part in layer.strips(range(tokens)):
-                flat = part.flatten(1)
-                size, at = flat.abs().topk(min(count, flat.shape[1]))
+        for layer in self._layers_of(layers):
+            layer_index, tokens = self.layers.index(layer), layer.linear.operator.shape.tokens
+            for rows, strip in layer.strips(range(tokens)):
+                flat = strip.flatten(1)
+                size, places = flat.abs().topk(min(count, flat.shape[1]))
                 for b in range(batch):
-                    least = abs(best[b][-1].effect) if len(best[b]) == count else 0.0
-                    for where, much in zip(at[b].tolist(), size[b].tolist(), strict=True):
-                        if much <= least:
+                    threshold = abs(best[b][-1].effect) if len(best[b]) == count else 0.0
+                    for place, strength in zip(places[b].tolist(), size[b].tolist(), strict=True):
+                        if strength <= threshold:
                             break
-                        effect = float(flat[b, where])
-                        edge = self.edge(b, number, rows[where // tokens], where % tokens, effect)
+                        effect = float(flat[b, place])
+                        edge = self.edge(
+                            b, layer_index, rows[place // tokens], place % tokens, effect
+                        )
                         best[b] += [] if edge is None else [edge]
                     best[b] = sorted(best[b], key=lambda e: -abs(e.effect))[:count]
         return best
 
-    def _chosen(self, layers: Any) -> list[LayerEffects]:
+    def _layers_of(self, layers: Any) -> list[LayerEffects]:
         """Return the layers that the option ``layers`` selects."""
         if layers is None:
             return list(self.layers)
         if isinstance(layers, slice):
             return list(self.layers[layers])
         single = isinstance(layers, str) or not isinstance(layers, Iterable)
-        return [found for one in ([layers] if single else layers) for found in self._one(one)]
+        entries = [layers] if single else layers
+        return [layer for entry in entries for layer in self._layers_named(entry)]
 
-    def _one(self, layer: Any) -> list[LayerEffects]:
+    def _layers_named(self, layer: Any) -> list[LayerEffects]:
         """Return the layers that one entry of ``layers``, a number or a name, selects."""
-        number = checks.as_integer(layer)
+        index = checks.as_integer(layer)
         count = len(self.layers)
-        if number is not None and -count <= number < count:
-            return [self.layers[number]]
-        found = [each for each in self.layers if layer in each.mixer.names]
-        if not found:
+        if index is not None and -count <= index < count:
+            return [self.layers[index]]
+        named = [candidate for candidate in self.layers if layer in candidate.mixer.names]
+        if not named:
             raise OptionError(
                 f"layers contains {layer!r}, which did not run. Pass a number from 0 to "
                 f"{count - 1}, or a name: {', '.join(self.names)}."
             )
-        return found
+        return named
 
-    def _total(self, layers: Any, of: Callable[[LayerEffects], Tensor]) -> Tensor:
+    def _total(self, layers: Any, quantity: Callable[[LayerEffects], Tensor]) -> Tensor:
         """Sum the function ``of`` over the chosen layers; raise if layers read different tokens."""
-        chosen = self._chosen(layers)
-        if not chosen:
+        selected = self._layers_of(layers)
+        if not selected:
             raise OptionError(
                 f"layers={layers!r} selects no layer. Pass at least one, or None for all."
             )
-        first, *others = chosen
-        total = of(first)
+        first, *others = selected
+        total = quantity(first)
         for layer in others:
-            found = of(layer)
-            if total.shape != found.shape:
+            more = quantity(layer)
+            if total.shape != more.shape:
                 raise InputError(
-                    f"layers={layers!r} selects layers of {total.shape[1]} and {found.shape[1]} "
+                    f"layers={layers!r} selects layers of {total.shape[1]} and {more.shape[1]} "
                     "tokens, which cannot be summed. Pass layers that read the same tokens."
                 )
-            total = total + found
+            total = total + more
         return total
 
-    def _on_given(self, x: Tensor) -> Tensor:
+    def _at_input_tokens(self, x: Tensor) -> Tensor:
         """Rearrange values from the layers' tokens (B, L', ...) to input tokens (B, L, ...)."""
         return x if self.given is None else of_given(x, self.given, self.tokens)
 
-    def _read_at(self, index: Tensor) -> Tensor:
+    def _layer_positions(self, index: Tensor) -> Tensor:
         """Convert input positions (B, Q) to positions among the tokens that the layers read."""
         if self.given is None:
             return index
@@ -396,5 +405,7 @@ class Effects:
             target, source = (int(self.given[example, token]) for token in (target, source))
             if min(target, source) < 0:
                 return None
-        of = self.layers[layer]
-        return Edge(layer, of.name, target, source, effect, of.readers is None)
+        layer_effects = self.layers[layer]
+        return Edge(
+            layer, layer_effects.name, target, source, effect, layer_effects.readers is None
+        )

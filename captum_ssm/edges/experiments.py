@@ -150,24 +150,24 @@ def knockout_windows(
         return logits_of(call_model(forward_func, tensor, additional))
 
     with torch.inference_mode(False), torch.no_grad():
-        output, parts = _run_and_record(module, run)
-        index = _answer(target, output)
-        mask = next((part.mask for part in parts.values() if part.mask is not None), None)
+        output, recorded = _run_and_record(module, run)
+        index = _answer_index(target, output)
+        mask = next((ran.mask for ran in recorded.values() if ran.mask is not None), None)
         require_real_target(index, output, mask)
-        chosen = _chosen(module, parts, layers)
-        found = []
+        mixers = _mixers_that_ran(module, recorded, layers)
+        probabilities = []
         for sources in kinds.values():
-            for i in range(len(chosen)):
-                names = [chosen[j].name for j in _window(i, window, len(chosen))]
+            for i in range(len(mixers)):
+                names = [mixers[j].name for j in _window(i, window, len(mixers))]
                 cut = Edges(names, sources, targets, component=component, selection=selection)
                 with knock_out(module, cut, replace=replace, verify=verify):
-                    found.append(_probabilities(run(), index))
+                    probabilities.append(_probabilities(run(), index))
     return KnockoutWindows(
         kinds=tuple(map(str, kinds)),
-        layers=tuple(mixer.name for mixer in chosen),
+        layers=tuple(mixer.name for mixer in mixers),
         window=window,
         plain=_probabilities(output, index),
-        probabilities=torch.stack(found).view(len(kinds), len(chosen), -1),
+        probabilities=torch.stack(probabilities).view(len(kinds), len(mixers), -1),
     )
 
 
@@ -233,24 +233,24 @@ def parts_off(
     checks.flags(heads=heads)
     module = find_model(model)
     with torch.inference_mode(False), torch.no_grad():
-        given, parts = _run_and_record(module, score)
-        plain = _score(given)
+        returned, recorded = _run_and_record(module, score)
+        plain = _score(returned)
 
         def without(*edges: Edges) -> Tensor:
             with knock_out(module, *edges):
                 return _score(score())
 
         kinds: dict[str, list[str]] = {}
-        for mixer, part in parts.items():
-            kinds.setdefault("attention" if part.is_attention else "ssm", []).append(mixer.name)
+        for mixer, ran in recorded.items():
+            kinds.setdefault("attention" if ran.is_attention else "ssm", []).append(mixer.name)
         by_kind = {kind: without(Edges(names)) for kind, names in sorted(kinds.items())}
-        chosen = _chosen(module, parts, layers)
-        by_layer = {mixer.name: without(Edges(mixer.name)) for mixer in chosen}
+        mixers = _mixers_that_ran(module, recorded, layers)
+        by_layer = {mixer.name: without(Edges(mixer.name)) for mixer in mixers}
         by_head = {
             mixer.name: torch.stack(
-                [without(Edges(mixer.name, heads=head)) for head in range(parts[mixer].heads)]
+                [without(Edges(mixer.name, heads=head)) for head in range(recorded[mixer].heads)]
             )
-            for mixer in (chosen if heads else ())
+            for mixer in (mixers if heads else ())
         }
     return PartScores(plain, by_kind, by_layer, by_head)
 
@@ -295,30 +295,31 @@ def _run_and_record(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, dict
     return returned, {m: part for m, part in recorder.parts.items() if inside.isdisjoint(m.around)}
 
 
-def _chosen(model: nn.Module, parts: Mapping[Mixer, _Part], layers: Layers) -> list[Mixer]:
+def _mixers_that_ran(model: nn.Module, parts: Mapping[Mixer, _Part], layers: Layers) -> list[Mixer]:
     """Return the mixers that ``layers`` names and that ran, in the order in which they ran."""
     edges = Edges(layers)
-    meant = {mixer.module for mixer in edges.chosen(find_mixers(model))}
-    found = [
+    named = {mixer.module for mixer in edges.chosen(find_mixers(model))}
+    mixers = [
         mixer
-        for mixer, part in parts.items()
-        if mixer.module in meant and edges.is_of_kind(part.is_attention)
+        for mixer, recorded in parts.items()
+        if mixer.module in named and edges.is_of_kind(recorded.is_attention)
     ]
-    if not found:
+    if not mixers:
         raise NoMixerError(
             f"layers={layers!r} names none of the mixers that ran. Pass one or more of "
             f"{', '.join(mixer.name for mixer in parts)}, or None for all."
         )
-    return found
+    return mixers
 
 
 def _window(middle: int, size: int, count: int) -> range:
     return range(max(0, middle - size // 2), min(count, middle + (size + 1) // 2))
 
 
-def _answer(target: Any, output: Tensor) -> Tensor:
+def _answer_index(target: Any, output: Tensor) -> Tensor:
     """Return the target's indices in the output; raise if the target has no probability."""
     index = target_index(target, output)
+    # without a last dimension to choose from, each example has one number
     if index is None or not index.shape[1] or output.shape[-1] == 1:
         raise TargetError(
             f"target={target!r} has no probability in an output of shape {tuple(output.shape)}. "

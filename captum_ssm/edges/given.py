@@ -71,18 +71,18 @@ _copies: ContextVar[tuple[list[Given], Iterator[Given], int]] = ContextVar("capt
 
 
 @contextmanager
-def same_for_copies(found: list[Given], count: int) -> Iterator[None]:
-    """In the ``with``, take the mapping of each call of a run of ``count`` copies from ``found``.
+def same_for_copies(mappings: list[Given], count: int) -> Iterator[None]:
+    """In the ``with``, each call of a run of ``count`` copies takes the next of ``mappings``.
 
     An empty list receives the mappings of a run of one example.
     """
-    token = _copies.set((found, iter([*found]), count))
+    token = _copies.set((mappings, iter([*mappings]), count))
     try:
         yield
     finally:
         _copies.reset(token)
-        if not all(one.is_of_one for one in found):
-            found.clear()
+        if not all(mapping.is_of_one for mapping in mappings):
+            mappings.clear()
 
 
 def given_tokens(
@@ -93,63 +93,63 @@ def given_tokens(
     Raises:
         TrainingModeError: when a module is random.
     """
-    found_once, calls, copies = _copies.get(([], iter(()), 0))
-    for one in calls:
-        return one.repeated(copies)
+    mappings_of_run, known_mappings, copies = _copies.get(([], iter(()), 0))
+    for mapping in known_mappings:
+        return mapping.repeated(copies)
     args, kwargs = arguments
     values = [*args, *kwargs.values()]
     call = ([*kwargs], [mixer.name for mixer in mixers], vouched, state)
-    known = _latest.get(module)
+    cached = _latest.get(module)
     if (
-        known is None
-        or known.call != call
-        or len(known.values) != len(values)
-        or not all(map(_alike, known.values, values))
+        cached is None
+        or cached.call != call
+        or len(cached.values) != len(values)
+        or not all(map(_are_equal, cached.values, values))
     ):
         require_deterministic(module)
         on_gpu = torch.cuda.is_available()
         devices = {x.device for x in module.parameters() if x.is_cuda and on_gpu}
         with torch.no_grad(), torch.random.fork_rng(devices):
-            found = _found(module, arguments, mixers, vouched)
-        known = _CachedTokens(call, [_kept(x) for x in values], found)
-        _latest[module] = known
-    found_once.append(known.given)
-    return known.given
+            given = _map_tokens(module, arguments, mixers, vouched)
+        cached = _CachedTokens(call, [_comparable(x) for x in values], given)
+        _latest[module] = cached
+    mappings_of_run.append(cached.given)
+    return cached.given
 
 
-def _kept(value: Any) -> Any:
-    """Copy an argument for comparison with later calls; mutable objects never compare equal."""
+def _comparable(value: Any) -> Any:
+    """Copy an argument for comparison with later calls, where mutable objects never are equal."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return value if type(value) in _PLAIN else object()
 
 
-def _alike(known: Any, value: Any) -> bool:
-    if isinstance(known, Tensor):
-        return same(known, value)
-    return type(known) is type(value) and type(known) in _PLAIN and known == value
+def _are_equal(cached: Any, value: Any) -> bool:
+    if isinstance(cached, Tensor):
+        return same(cached, value)
+    return type(cached) is type(value) and type(cached) in _PLAIN and cached == value
 
 
-def _found(
+def _map_tokens(
     module: nn.Module, arguments: Arguments, mixers: Sequence[Mixer], vouched: bool
 ) -> Given:
     """Record a run, then replay it with noise at input tokens, to map the mixers' tokens.
 
     If the arguments have no ids or embeddings, positions count the first mixer's tokens.
     """
-    first = _sequence(arguments)
-    start = torch.empty(0) if first is None else first
+    sequence = _input_sequence(arguments)
+    start = torch.empty(0) if sequence is None else sequence
 
     def call(start: Tensor) -> Tensor:
-        """Call the module on ``start`` in place of the input sequence, to trigger its hooks."""
+        """Run the module, for its hooks, with ``start`` in place of the input sequence."""
 
-        def other(x: Any) -> Any:
+        def replaced(x: Any) -> Any:
             if hasattr(x, "get_seq_length"):  # a cache, which the run writes to
                 return copy.deepcopy(x)
-            return start if x is first else x
+            return start if x is sequence else x
 
         args, kwargs = arguments
-        module(*map(other, args), **{name: other(x) for name, x in kwargs.items()})
+        module(*map(replaced, args), **{name: replaced(x) for name, x in kwargs.items()})
         return start
 
     recording, beginning = _Recording(), Beginning(module, mixers, start)
@@ -159,40 +159,41 @@ def _found(
         call(start)
     layers = recording.record.layers
     # nothing is known then: a module of a map may have been called on windows of it
-    if not layers or (first is None and layers[0].map is not None):
+    if not layers or (sequence is None and layers[0].map is not None):
         return Given((0, 0), {})
     replays = Replays(layers, beginning, call, start, vouched=vouched)
     replays.settle_every_hook()  # a mixer may mix, and so may a hook in its place
-    if first is not None and replays.root is not None and replays.root.shape[1] != first.shape[1]:
+    root = replays.root
+    if sequence is not None and root is not None and root.shape[1] != sequence.shape[1]:
         replays.root = start  # others were looked up behind the text, or some of it again
-    found = tokens_read(replays)
-    if first is None:  # positions count the tokens of the first mixer
-        if replays.root is not None and found[0] is None:
+    positions_by_layer = tokens_read(replays)
+    if sequence is None:  # positions count the tokens of the first mixer
+        if replays.root is not None and positions_by_layer[0] is None:
             replays.root = None  # the mixer reads mixed tokens of it, or none: begin at the mixer
-            found = tokens_read(replays)
+            positions_by_layer = tokens_read(replays)
         if replays.root is not None:
-            found = _in_the_first(found)
+            positions_by_layer = _positions_in_first(positions_by_layer)
         start = layers[0].call.hidden_states
     calls, places = Counter[str](), dict[tuple[str, int], Tensor | None]()
-    for layer, tokens in zip(layers, found, strict=True):
-        places[layer.name, calls[layer.name]] = tokens
+    for layer, positions in zip(layers, positions_by_layer, strict=True):
+        places[layer.name, calls[layer.name]] = positions
         calls[layer.name] += 1
     return Given((len(start), start.shape[1]), places)
 
 
-def _in_the_first(found: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Convert input positions (B, L') to positions among the first mixer's tokens, or -1."""
-    of_first = found[0]
+def _positions_in_first(positions: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Convert each layer's input positions (B, L') to positions in the first layer, or -1."""
+    of_first = positions[0]
     assert of_first is not None
-    none = max(int(x.max()) for x in found if x is not None) + 1
-    number = torch.arange(of_first.shape[1], device="cpu").expand_as(of_first)
-    where = torch.full((len(of_first), none + 1), -1, device="cpu")
-    where.scatter_(1, of_first.where(of_first >= 0, none), number)
-    where[:, none] = -1
-    return [x if x is None else where.gather(1, x.where(x >= 0, none)) for x in found]
+    absent = max(int(x.max()) for x in positions if x is not None) + 1
+    index = torch.arange(of_first.shape[1], device="cpu").expand_as(of_first)
+    index_of = torch.full((len(of_first), absent + 1), -1, device="cpu")
+    index_of.scatter_(1, of_first.where(of_first >= 0, absent), index)
+    index_of[:, absent] = -1
+    return [x if x is None else index_of.gather(1, x.where(x >= 0, absent)) for x in positions]
 
 
-def _sequence(arguments: Arguments) -> Tensor | None:
+def _input_sequence(arguments: Arguments) -> Tensor | None:
     """Return the ids (B, L) or embeddings (B, L, E) among a model's arguments."""
     args, kwargs = arguments
     named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds", "hidden_states")]
@@ -211,13 +212,13 @@ class _Recording(Watcher):
 
     def returned(self, mixer: Mixer, call: Call) -> None:
         args, kwargs, output = (detached(x) for x in (call.args, call.kwargs, call.output))
-        kept = replace(call, args=args, kwargs=kwargs, output=swap_first(output, torch.clone)[0])
-        layer = Layer(self.record.linearize, mixer, kept, None)
+        copied = replace(call, args=args, kwargs=kwargs, output=swap_first(output, torch.clone)[0])
+        layer = Layer(self.record.linearize, mixer, copied, None)
         self.record.layers.append(layer)
         self._pending.append(layer)
 
     def left(self, mixer: Mixer, output: Any) -> None:
-        layer, left = self._pending.pop(), in_batch(first_tensor(output)).detach()
-        factor = layer.hook_factor(left)
+        layer, returned = self._pending.pop(), in_batch(first_tensor(output)).detach()
+        factor = layer.hook_factor(returned)
         if factor is not None:
-            layer.leave(left.clone(), factor)
+            layer.leave(returned.clone(), factor)

@@ -68,29 +68,29 @@ def carried(
     of_mixer = values is None
     values = linear.values if values is None else values
     operators: list[tuple[int, Operator]] = [(1, linear.operator)]
-    if share.without is not None:  # what some components add is the whole less the others
+    if share.without is not None:  # the cut components: the whole minus the operator without them
         operators.append((-1, _without(linear, share.without, layer)))
     total = torch.zeros_like(values)
     for targets, sources in pairs:
         targets, sources = (x.to(values.device)[..., None, None] for x in (targets, sources))
-        for stack in in_stacks(range(len(targets)), values.numel(), values.device):
-            part = slice(stack.start, stack.stop)
+        for rows in in_stacks(range(len(targets)), values.numel(), values.device):
+            chunk = slice(rows.start, rows.stop)
             for sign, operator in operators:
-                if share.constants:  # all that a target receives
+                if share.constants:  # a target loses all that it receives, so sources do not matter
                     received = operator.affine(values) if of_mixer else operator.apply(values)
                 else:
-                    received = operator.apply(values * sources[part])
-                total += sign * (received * targets[part]).sum(0)
+                    received = operator.apply(values * sources[chunk])
+                total += sign * (received * targets[chunk]).sum(0)
     return total * of_heads(linear, share.heads, layer)
 
 
 def _without(linear: LinearMixer, components: frozenset[str], layer: str) -> Operator:
     """Return the mixer's operator without some of its components."""
-    there = {leaf.component for leaf in linear.operator.leaves()}
-    if not components <= there:
+    present = {leaf.component for leaf in linear.operator.leaves()}
+    if not components <= present:
         raise OptionError(
-            f"component contains {sorted(components - there)}, which are not in layer {layer!r}. "
-            f"Pass some of {sorted(c for c in there if c)}."
+            f"component contains {sorted(components - present)}, which are not in layer {layer!r}. "
+            f"Pass some of {sorted(c for c in present if c)}."
         )
     return linear.restrict(COMPONENTS - components).operator
 
@@ -106,6 +106,6 @@ def of_heads(linear: LinearMixer, heads: Sequence[int] | None, layer: str) -> Te
             f"heads contains {outside}, but layer {layer!r} has {count} heads (for Mamba-1: "
             f"channels). Pass numbers from 0 to {count - 1}."
         )
-    found = linear.values.new_zeros(count, 1)
-    found[[head % count for head in heads]] = 1
-    return found
+    mask = linear.values.new_zeros(count, 1)
+    mask[[head % count for head in heads]] = 1
+    return mask

@@ -155,9 +155,9 @@ class Edges:
                 f"layers={layers!r} is not accepted. Pass a number, a name, a mixer, a range, a "
                 "list of these, or None for all."
             )
-        each: Any = [layers] if single else layers
-        found = [mixer for one in each for mixer in _layer(one, mixers)]
-        return list(dict.fromkeys(found))
+        entries: Any = [layers] if single else layers
+        selected = [mixer for entry in entries for mixer in _mixers_named(entry, mixers)]
+        return list(dict.fromkeys(selected))
 
     def is_of_kind(self, is_attention: bool) -> bool:
         """Return True unless ``layers`` is ``"attention"`` or ``"ssm"`` and excludes the mixer."""
@@ -165,42 +165,42 @@ class Edges:
         return wanted not in KINDS or (wanted == "attention") == is_attention
 
 
-def _layer(one: Any, mixers: Sequence[Mixer]) -> list[Mixer]:
+def _mixers_named(entry: Any, mixers: Sequence[Mixer]) -> list[Mixer]:
     """Return the mixers that one entry of ``layers`` names: several only for a family."""
-    number = checks.as_integer(one)
-    if number is not None:
-        if not -len(mixers) <= number < len(mixers):
+    index = checks.as_integer(entry)
+    if index is not None:
+        if not -len(mixers) <= index < len(mixers):
             raise OptionError(
-                f"layers contains {number}, but the model has {len(mixers)} mixers. Pass numbers "
+                f"layers contains {index}, but the model has {len(mixers)} mixers. Pass numbers "
                 f"from 0 to {len(mixers) - 1}."
             )
-        return [mixers[number]]
-    found = [m for m in mixers if one is m.module or one in m.names]
-    if isinstance(one, str):
-        found = found or [m for m in mixers if m.architecture.family.lower() == one.lower()]
-    if not found:
+        return [mixers[index]]
+    named = [m for m in mixers if entry is m.module or entry in m.names]
+    if isinstance(entry, str):
+        named = named or [m for m in mixers if m.architecture.family.lower() == entry.lower()]
+    if not named:
         families = dict.fromkeys(m.architecture.family for m in mixers)
+        what = entry if isinstance(entry, str) else type(entry).__name__
         raise NoMixerError(
-            f"layers contains {one if isinstance(one, str) else type(one).__name__!r}, which is "
-            f"not a mixer of this model. Pass a mixer: {', '.join(m.name for m in mixers)}; or a "
-            f"family: {', '.join(families)}."
+            f"layers contains {what!r}, which is not a mixer of this model. Pass a mixer: "
+            f"{', '.join(m.name for m in mixers)}; or a family: {', '.join(families)}."
         )
-    return found
+    return named
 
 
-def _check_tokens(name: str, given: Any) -> None:
-    if given is None or isinstance(given, slice):
+def _check_tokens(name: str, tokens: Any) -> None:
+    if tokens is None or isinstance(tokens, slice):
         return
-    if isinstance(given, str):
-        checks.choice(name, given, tuple(RELATIONS))
-    elif isinstance(given, Tensor):
-        if given.is_floating_point() or given.is_complex() or given.dim() > 2:
+    if isinstance(tokens, str):
+        checks.choice(name, tokens, tuple(RELATIONS))
+    elif isinstance(tokens, Tensor):
+        if tokens.is_floating_point() or tokens.is_complex() or tokens.dim() > 2:
             raise OptionError(
-                f"{name} is a tensor of {given.dtype} and shape {tuple(given.shape)}. Pass "
+                f"{name} is a tensor of {tokens.dtype} and shape {tuple(tokens.shape)}. Pass "
                 "booleans (L,) or (B, L), or positions (K,) or (B, K)."
             )
-    elif not callable(given) and checks.as_integer(given) is None:
-        checks.integers(name, given, "positions")
+    elif not callable(tokens) and checks.as_integer(tokens) is None:
+        checks.integers(name, tokens, "positions")
 
 
 class Pairs(NamedTuple):
@@ -237,34 +237,34 @@ def pairs_of(
     """
     at = torch.arange(size[1]).expand(size) if given is None else given
     batch, tokens = at.shape
-    named = [
+    masks = [
         (_mask("targets", e.targets, size, at), _mask("sources", e.sources, size, at), e.relations)
         for e in edges
     ]
-    if len(named) == 1 and not named[0][2]:
-        targets, sources, _ = named[0]
+    if len(masks) == 1 and not masks[0][2]:
+        targets, sources, _ = masks[0]
         yield Pairs(targets[None], sources[None])
         return
-    columns = sum(int(s.sum(1).max()) for _, s, _ in named)
-    rows = sum(int(t.sum(1).max()) for t, _, _ in named)
+    columns = sum(int(s.sum(1).max()) for _, s, _ in masks)
+    rows = sum(int(t.sum(1).max()) for t, _, _ in masks)
     along_sources = columns <= rows and not by_target
-    for some in slices(range(tokens), max(1, _PAIRS // max(1, tokens * batch))):
-        products = [_products(named, b, some, at[b], along_sources) for b in range(batch)]
-        most = max(map(len, products))
-        if most == 0:
+    for part in slices(range(tokens), max(1, _PAIRS // max(1, tokens * batch))):
+        products = [_products(masks, b, part, at[b], along_sources) for b in range(batch)]
+        count = max(map(len, products))
+        if count == 0:
             continue
-        targets, sources = (torch.zeros(most, batch, tokens, dtype=torch.bool) for _ in range(2))
-        for b, of_one in enumerate(products):
-            for r, (target, source) in enumerate(of_one):
+        targets, sources = (torch.zeros(count, batch, tokens, dtype=torch.bool) for _ in range(2))
+        for b, of_example in enumerate(products):
+            for r, (target, source) in enumerate(of_example):
                 targets[r, b], sources[r, b] = target, source
         yield Pairs(targets, sources)
 
 
 def _products(
-    named: Sequence[tuple[Tensor, Tensor, Sequence[Relation]]],
+    masks: Sequence[tuple[Tensor, Tensor, Sequence[Relation]]],
     example: int,
-    some: slice,
-    at: Tensor,
+    part: slice,
+    positions: Tensor,
     along_sources: bool,
 ) -> list[tuple[Tensor, Tensor]]:
     """Return one example's pairs as products of a target mask and a source mask, (L',).
@@ -272,43 +272,47 @@ def _products(
     Only the tokens in the slice ``some`` are used, as sources if ``along_sources``, else as
     targets. ``at`` has the tokens' positions (L',). Tokens with equal partners share a mask.
     """
-    position = torch.arange(len(at))
-    ends = [(t[example], s[example]) for t, s, _ in named]
+    position = torch.arange(len(positions))
+    ends = [(t[example], s[example]) for t, s, _ in masks]
     involved = torch.stack([s if along_sources else t for t, s in ends]).any(0)
-    own = position[some][involved[some]]
-    other = torch.stack([t if along_sources else s for t, s in ends]).any(0).nonzero().flatten()
-    if not len(own) or not len(other):
+    own = position[part][involved[part]]
+    partners = torch.stack([t if along_sources else s for t, s in ends]).any(0).nonzero().flatten()
+    if not len(own) or not len(partners):
         return []
-    target, source = (other, own) if along_sources else (own, other)
-    meant = torch.zeros(len(target), len(source), dtype=torch.bool)
-    for (targets, sources), (_, _, relations) in zip(ends, named, strict=True):
-        these = targets[target][:, None] & sources[source]
+    target, source = (partners, own) if along_sources else (own, partners)
+    is_pair = torch.zeros(len(target), len(source), dtype=torch.bool)
+    for (targets, sources), (_, _, relations) in zip(ends, masks, strict=True):
+        by_edges = targets[target][:, None] & sources[source]
         for relation in relations:
-            these &= _related(relation, at[target][:, None], at[source][None])
-            these &= (at[target] >= 0)[:, None] & (at[source] >= 0)
-        meant |= these
-    patterns, which = torch.unique(meant.T if along_sources else meant, dim=0, return_inverse=True)
-    found = []
-    for number, pattern in enumerate(patterns):
+            by_edges &= _relation_mask(
+                relation, positions[target][:, None], positions[source][None]
+            )
+            by_edges &= (positions[target] >= 0)[:, None] & (positions[source] >= 0)
+        is_pair |= by_edges
+    patterns, number = torch.unique(
+        is_pair.T if along_sources else is_pair, dim=0, return_inverse=True
+    )
+    products = []
+    for k, pattern in enumerate(patterns):
         if not bool(pattern.any()):
             continue
-        here, there = torch.zeros(2, len(at), dtype=torch.bool)
-        here[own[which == number]] = True
-        there[other[pattern]] = True
-        found.append((there, here) if along_sources else (here, there))
-    return found
+        own_mask, partner_mask = torch.zeros(2, len(positions), dtype=torch.bool)
+        own_mask[own[number == k]] = True
+        partner_mask[partners[pattern]] = True
+        products.append((partner_mask, own_mask) if along_sources else (own_mask, partner_mask))
+    return products
 
 
-def _related(relation: Relation, target: Tensor, source: Tensor) -> Tensor:
+def _relation_mask(relation: Relation, target: Tensor, source: Tensor) -> Tensor:
     """Apply a relation to all pairs of positions (T, 1) and (1, S); return booleans (T, S)."""
-    found: Any = relation(target, source)
+    mask: Any = relation(target, source)
     size = len(target), source.shape[1]
-    if isinstance(found, Tensor) and found.dtype == torch.bool:
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool:
         try:
-            return found.expand(size)
+            return mask.expand(size)
         except RuntimeError:
             pass
-    got = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+    got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
     raise OptionError(
         f"The function passed as sources or targets returned {got} for positions ({size[0]}, 1) "
         f"and (1, {size[1]}). Return booleans for every pair, as in lambda target, source: target "
@@ -316,33 +320,35 @@ def _related(relation: Relation, target: Tensor, source: Tensor) -> Tensor:
     )
 
 
-def _mask(name: str, given: Tokens, size: tuple[int, int], at: Tensor) -> Tensor:
+def _mask(name: str, tokens: Tokens, size: tuple[int, int], positions: Tensor) -> Tensor:
     """Return a CPU mask (B, L'), True for the selected tokens among tokens at positions ``at``.
 
     For a relation all tokens are True, because the relation is applied to pairs later.
     """
-    if given is None or isinstance(given, str) or callable(given):
-        return torch.ones(at.shape, dtype=torch.bool)
-    found = _of_given(name, given, size).gather(1, at.clamp_min(0))
-    return found & (at >= 0)
+    if tokens is None or isinstance(tokens, str) or callable(tokens):
+        return torch.ones(positions.shape, dtype=torch.bool)
+    selected = _positions_mask(name, tokens, size).gather(1, positions.clamp_min(0))
+    return selected & (positions >= 0)
 
 
-def _of_given(name: str, given: Any, size: tuple[int, int]) -> Tensor:
+def _positions_mask(name: str, selected: Any, size: tuple[int, int]) -> Tensor:
     """Return a mask (B, L), True at the input positions that the option ``name`` selects."""
     batch, tokens = size
-    if isinstance(given, slice):
-        found = torch.zeros(size, dtype=torch.bool)
-        found[:, given] = True
-        return found
-    if isinstance(given, Tensor) and given.dtype == torch.bool:
-        if given.shape[-1] != tokens or (given.dim() == 2 and len(given) not in (1, batch)):
+    if isinstance(selected, slice):
+        mask = torch.zeros(size, dtype=torch.bool)
+        mask[:, selected] = True
+        return mask
+    if isinstance(selected, Tensor) and selected.dtype == torch.bool:
+        if selected.shape[-1] != tokens or (
+            selected.dim() == 2 and len(selected) not in (1, batch)
+        ):
             raise QueryError(
-                f"{name} is a mask {tuple(given.shape)}, but the run has (B, L) = {size}. "
+                f"{name} is a mask {tuple(selected.shape)}, but the run has (B, L) = {size}. "
                 f"Pass a mask ({tokens},) or ({batch}, {tokens})."
             )
-        return given.cpu().expand(size)
-    one = checks.as_integer(given)
-    positions: Any = [one] if one is not None else given
+        return selected.cpu().expand(size)
+    position = checks.as_integer(selected)
+    positions: Any = [position] if position is not None else selected
     index = torch.as_tensor(positions).cpu().long()
     if index.dim() == 2 and len(index) not in (1, batch):
         raise QueryError(

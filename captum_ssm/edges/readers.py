@@ -57,7 +57,7 @@ class NormReader(NamedTuple):
     eps: float
     centered: bool
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> NormReader:
+    def map(self, change: Callable[[Tensor], Tensor]) -> NormReader:
         """Apply a function to all tensors, for example to move them to a different device."""
         four = (change(x) for x in (self.stream, self.scale, self.toward, self.explained))
         stream, scale, toward, explained = four
@@ -65,8 +65,8 @@ class NormReader(NamedTuple):
 
     def pulled(self) -> Tensor:
         """Return the output's gradient at the norm's input x, (B, L, E)."""
-        along = self.scale.square() * self.explained[..., None] / self.stream.shape[-1]
-        return self.scale * self.toward - along * self.stream
+        along_stream = self.scale.square() * self.explained[..., None] / self.stream.shape[-1]
+        return self.scale * self.toward - along_stream * self.stream
 
     def lost(self, messages: Tensor, square: Tensor, index: Tensor) -> Tensor:
         """Return the effects <g, N(x) - N(x - m)> of messages m on the output, (B, q, s).
@@ -77,15 +77,15 @@ class NormReader(NamedTuple):
             index: the positions of the target tokens, (B, q).
         """
         example = torch.arange(len(index), device=index.device)[:, None]
-        here = self.each(lambda x: x[example, index])
-        along = (messages @ here.stream[..., None])[..., 0] / messages.shape[-1]
-        grown = here.scale.square() * (square - 2 * along)
+        at_targets = self.map(lambda x: x[example, index])
+        along = (messages @ at_targets.stream[..., None])[..., 0] / messages.shape[-1]
+        growth = at_targets.scale.square() * (square - 2 * along)
         # no message takes away more than all of the mean square; rounding seems to
-        least = here.scale.square() * self.eps - 1 + torch.finfo(grown.dtype).eps
+        least = at_targets.scale.square() * self.eps - 1 + torch.finfo(growth.dtype).eps
         # s(x - m) / s(x) - 1, as exact where it is near 0
-        change = torch.expm1(-torch.log1p(grown.clamp_min(least)) / 2)
-        first = here.scale * (messages @ here.toward[..., None])[..., 0]
-        return first + change * (first - here.explained[..., None])
+        change = torch.expm1(-torch.log1p(growth.clamp_min(least)) / 2)
+        first_order = at_targets.scale * (messages @ at_targets.toward[..., None])[..., 0]
+        return first_order + change * (first_order - at_targets.explained[..., None])
 
 
 class Readers:
@@ -93,23 +93,25 @@ class Readers:
 
     def __init__(self, layer: Layer, norms: Sequence[NormReader]) -> None:
         self._layer = layer
-        self.norms = [norm.each(lambda x: x.to(layer.linear.values)) for norm in norms]
+        self.norms = [norm.map(lambda x: x.to(layer.linear.values)) for norm in norms]
 
     def rows(self, index: Tensor) -> Tensor:
         """Return the effects (B, q, L) of all messages to the tokens at ``index`` (B, q)."""
         messages = Contributions(self._layer)  # not kept: it copies weights in half precision
-        found = self.norms[0].stream.new_zeros(*index.shape, messages.shape.tokens)
+        effects = self.norms[0].stream.new_zeros(*index.shape, messages.shape.tokens)
         for tile in tiles([messages], index):
-            found[:, tile.queries, tile.sources] = self.lost(tile.vectors, index[:, tile.queries])
-        return found
+            effects[:, tile.queries, tile.sources] = self.lost(tile.vectors, index[:, tile.queries])
+        return effects
 
     def lost(self, messages: Tensor, index: Tensor) -> Tensor:
         """Return the effects (B, q, s) of messages (B, q, s, E) to tokens ``index`` (B, q)."""
-        whole = messages.square().mean(-1)
-        varied = whole - messages.mean(-1).square() if self._any_centered else whole
-        total = torch.zeros_like(whole)
+        mean_squares = messages.square().mean(-1)
+        variances = mean_squares
+        if self._any_centered:
+            variances = mean_squares - messages.mean(-1).square()
+        total = torch.zeros_like(mean_squares)
         for norm in self.norms:
-            total += norm.lost(messages, varied if norm.centered else whole, index)
+            total += norm.lost(messages, variances if norm.centered else mean_squares, index)
         return total
 
     @property
@@ -123,29 +125,29 @@ class NormCalls:
     def __init__(self, model: nn.Module, mixers: Sequence[Mixer], stack: ExitStack) -> None:
         self._returned = 0
         self._calls: list[_NormCall] = []
-        every = (*mixers, *registered_mixers(model))
-        inside = {part for mixer in every for part in mixer.module.modules()}
+        all_mixers = (*mixers, *registered_mixers(model))
+        inside = {part for mixer in all_mixers for part in mixer.module.modules()}
         for mixer in mixers:
-            stack.enter_context(hooked(mixer.module.register_forward_hook, self._count))
+            stack.enter_context(hooked(mixer.module.register_forward_hook, self._count_mixer))
         for module in model.modules():
             if module not in inside and "norm" in type(module).__name__.lower():
                 register = module.register_forward_hook
-                stack.enter_context(hooked(register, self._note, with_kwargs=True))
+                stack.enter_context(hooked(register, self._record_norm, with_kwargs=True))
 
-    def _count(self, mixer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _count_mixer(self, mixer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._returned += 1
 
-    def _note(
+    def _record_norm(
         self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """Record a call of a norm, and the gradient at its output."""
         # a fused norm is given the stream in two parts, and returns the sum as well
         parts = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        made = first_tensor(output)
-        if parts and made.requires_grad and all(x.shape == made.shape for x in parts):
+        returned = first_tensor(output)
+        if parts and returned.requires_grad and all(x.shape == returned.shape for x in parts):
             stream = sum_tensors(x.detach() for x in parts)
-            call = _NormCall(norm, stream, made.detach(), self._returned)
-            made.register_hook(call.gradients.append)  # type: ignore[no-untyped-call]
+            call = _NormCall(norm, stream, returned.detach(), self._returned)
+            returned.register_hook(call.gradients.append)  # type: ignore[no-untyped-call]
             self._calls.append(call)
 
     def of_layers(
@@ -160,18 +162,18 @@ class NormCalls:
             gradients: gradients at the layers' outputs, (B, L, E) each.
         """
         norms = [(call.after, call.norm()) for call in self._calls]
-        found: list[Sequence[NormReader]] = []
+        norms_by_layer: list[Sequence[NormReader]] = []
         for number, (layer, gradient) in enumerate(zip(layers, gradients, strict=True)):
-            later = [norm for after, norm in norms if after > number and norm is not None]
-            later = [norm for norm in later if norm.stream.shape == gradient.shape]
+            candidates = [norm for after, norm in norms if after > number and norm is not None]
+            candidates = [norm for norm in candidates if norm.stream.shape == gradient.shape]
             if layer.map is not None:
-                later = []
-            read_by = _adding_up_to(gradient, later, layer.tolerance)
-            found.append([norm.each(layer.in_order) for norm in read_by])
-        return found
+                candidates = []
+            readers = _last_norms_adding_up_to(gradient, candidates, layer.tolerance)
+            norms_by_layer.append([norm.map(layer.in_order) for norm in readers])
+        return norms_by_layer
 
 
-def _adding_up_to(
+def _last_norms_adding_up_to(
     gradient: Tensor, norms: Sequence[NormReader], tolerance: float
 ) -> Sequence[NormReader]:
     """Return the last norms whose gradients sum to ``gradient`` (B, L, E); empty if no sum fits.
@@ -202,33 +204,35 @@ class _NormCall:
         eps = torch.finfo(self.x.dtype).eps if eps is None else eps
         if len(self.gradients) != 1 or not isinstance(eps, float | int):
             return None
-        x, aside = self.x, self.x + self.x.abs().mean()
-        centered = self._is_what_it_returns(self._made(aside))
+        x, shifted = self.x, self.x + self.x.abs().mean()
+        centered = self._matches_output(self._norm_of(shifted))
 
-        def scaled(of: Tensor) -> tuple[Tensor, Tensor]:
-            wide = of.to(torch.promote_types(of.dtype, torch.float32))
-            wide = wide - wide.mean(-1, keepdim=True) if centered else wide
-            return wide, torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+            centered_x = x.to(torch.promote_types(x.dtype, torch.float32))
+            centered_x = centered_x - centered_x.mean(-1, keepdim=True) if centered else centered_x
+            return centered_x, torch.rsqrt(centered_x.square().mean(-1, keepdim=True) + eps)
 
-        constant, (stream, scale) = self._made(x * 0), scaled(x)
-        some = torch.arange(x.shape[-1], device=x.device) < x.shape[-1] // 2
-        parts = (x * some, x * ~some)
-        linear = sum_tensors((self._made(part) - constant) / scaled(part)[1] for part in parts)
-        if not self._is_what_it_returns(linear * scale + constant):
+        constant, (stream, scale) = self._norm_of(x * 0), scaled(x)
+        first_half = torch.arange(x.shape[-1], device=x.device) < x.shape[-1] // 2
+        parts = (x * first_half, x * ~first_half)
+        linear = sum_tensors((self._norm_of(part) - constant) / scaled(part)[1] for part in parts)
+        if not self._matches_output(linear * scale + constant):
             return None
         gradient = self.gradients[0].to(scale)
         explained = ((self.output - constant) * gradient).sum(-1)
         with torch.enable_grad():
-            at = x.clone().requires_grad_()
-            (pulled,) = torch.autograd.grad(first_tensor(self.module(at)), at, self.gradients[0])
-        along = scale.square() * explained[..., None] / x.shape[-1]
-        toward = (pulled + along * stream) / scale
+            leaf = x.clone().requires_grad_()
+            (pulled,) = torch.autograd.grad(
+                first_tensor(self.module(leaf)), leaf, self.gradients[0]
+            )
+        along_stream = scale.square() * explained[..., None] / x.shape[-1]
+        toward = (pulled + along_stream * stream) / scale
         return NormReader(stream, scale, toward, explained, float(eps), centered)
 
     @torch.no_grad()
-    def _made(self, x: Tensor) -> Tensor:
-        found = first_tensor(self.module(x))
-        return found.to(torch.promote_types(found.dtype, torch.float32))
+    def _norm_of(self, x: Tensor) -> Tensor:
+        output = first_tensor(self.module(x))
+        return output.to(torch.promote_types(output.dtype, torch.float32))
 
-    def _is_what_it_returns(self, found: Tensor) -> bool:
-        return relative_error(found, self.output.to(found)) <= tolerance_for(self.output)
+    def _matches_output(self, candidate: Tensor) -> bool:
+        return relative_error(candidate, self.output.to(candidate)) <= tolerance_for(self.output)

@@ -66,34 +66,34 @@ def sampled(effects: Effects, samples: int, seed: int) -> list[tuple[int, Edge]]
         Pairs of an example's index and an edge.
     """
     generator = torch.Generator().manual_seed(seed)
-    large = round(samples * _LARGE)
-    drawn: dict[tuple[int, int, int, int], Edge] = {}
-    for count, weighted in ((large, True), (samples, False)):
-        best: list[tuple[float, int, Edge]] = []
+    by_effect = round(samples * _LARGE)
+    edges_drawn: dict[tuple[int, int, int, int], Edge] = {}
+    for count, weighted in ((by_effect, True), (samples, False)):
+        candidates: list[tuple[float, int, Edge]] = []
         for number, layer in enumerate(effects.layers):
             tokens = layer.linear.operator.shape.tokens
-            for rows, part in layer.strips(range(tokens)):
-                weight = part.abs().cpu().double()
-                uniform = torch.rand(part.shape, generator=generator, dtype=torch.float64)
+            for rows, strip in layer.strips(range(tokens)):
+                weight = strip.abs().cpu().double()
+                uniform = torch.rand(strip.shape, generator=generator, dtype=torch.float64)
                 # the largest u ** (1 / w) are a draw in proportion to w (Efraimidis, Spirakis 2006)
                 key = uniform.log() / (weight if weighted else 1.0)
                 key = key.masked_fill(weight == 0, -torch.inf).flatten()
-                values, at = key.topk(min(len(key), samples))
-                for value, where in zip(values.tolist(), at.tolist(), strict=True):
+                values, places = key.topk(min(len(key), samples))
+                for value, flat_index in zip(values.tolist(), places.tolist(), strict=True):
                     if value == -torch.inf:
                         break
-                    example, rest = divmod(where, len(rows) * tokens)
+                    example, rest = divmod(flat_index, len(rows) * tokens)
                     target, source = divmod(rest, tokens)
-                    effect = float(part[example, target, source])
+                    effect = float(strip[example, target, source])
                     edge = effects.edge(example, number, rows[target], source, effect)
                     if edge is not None:
-                        best.append((value, example, edge))
-            best = sorted(best, key=lambda found: -found[0])[: 2 * samples]
-        for _, example, edge in best:
-            if len(drawn) >= count:
+                        candidates.append((value, example, edge))
+            candidates = sorted(candidates, key=lambda c: -c[0])[: 2 * samples]
+        for _, example, edge in candidates:
+            if len(edges_drawn) >= count:
                 break
-            drawn.setdefault((example, edge.layer, edge.target, edge.source), edge)
-    return [(key[0], edge) for key, edge in drawn.items()]
+            edges_drawn.setdefault((example, edge.layer, edge.target, edge.source), edge)
+    return [(key[0], edge) for key, edge in edges_drawn.items()]
 
 
 class Interventions:
@@ -134,17 +134,17 @@ class Interventions:
         groups: dict[int, list[int]] = defaultdict(list)
         for i, (example, _) in enumerate(edges):
             groups[example].append(i)
-        found = torch.zeros(len(edges), dtype=torch.float64)
+        values = torch.zeros(len(edges), dtype=torch.float64)
         for example, members in groups.items():
-            for some, output in self.outputs([(edges[i][1],) for i in members], example):
-                found[[members[n] for n in some]] = self.explained(output, example)
-        return found
+            for indices, output in self.outputs([(edges[i][1],) for i in members], example):
+                values[[members[n] for n in indices]] = self.explained(output, example)
+        return values
 
     def explained(self, output: Tensor, example: int = 0) -> Tensor:
         """Return the explained number in the outputs of n copies of an example, (n,)."""
-        asked, kept = self._asked(example), self.uncut(example).kept
-        each = [contrasted(output[i : i + 1], *asked, kept)[0] for i in range(len(output))]
-        return torch.cat(each).cpu().double()
+        question, kept = self._asked(example), self.uncut(example).kept
+        values = [contrasted(output[i : i + 1], *question, kept)[0] for i in range(len(output))]
+        return torch.cat(values).cpu().double()
 
     def index(self, output: Tensor, example: int = 0) -> Tensor | None:
         """Return the target's indices in the output (1, ...) of one copy; None without a target."""
@@ -171,21 +171,22 @@ class Interventions:
         reuse the states below. A run of a single copy maps the layers' tokens to the input.
         """
         uncut = self.uncut(example)
-        named = [{"" if isinstance(x, int) else x.name for x in cut} for cut in cuts]
-        left = sorted(range(len(cuts)), key=lambda i: (uncut.before(named[i]), sorted(named[i])))
+        names = [{"" if isinstance(x, int) else x.name for x in cut} for cut in cuts]
+        order = [(uncut.before(these), sorted(these)) for these in names]
+        remaining = sorted(range(len(cuts)), key=order.__getitem__)
         size = self.at_a_time if uncut.tokens else 1
-        while left:
-            count = uncut.before(named[left[0]]) if uncut.tokens else 0
+        while remaining:
+            count = uncut.before(names[remaining[0]]) if uncut.tokens else 0
             size = max(1, size - (count not in uncut.checked))
-            some, left = left[:size], left[size:]
-            yield some, self._run([cuts[i] for i in some], example, count)
+            batch, remaining = remaining[:size], remaining[size:]
+            yield batch, self._run([cuts[i] for i in batch], example, count)
             size = self.at_a_time
 
     def _run(self, cuts: Sequence[Sequence[Edge | int]], example: int, count: int) -> Tensor:
         """Return outputs with cuts (n, ...), where the first ``count`` blocks reuse states."""
         uncut = self.uncut(example)
-        check = count not in uncut.checked
-        copies = len(cuts) + check
+        checks_reuse = count not in uncut.checked
+        copies = len(cuts) + checks_reuse
         inputs, additional = self._copies(example, copies)
         try:
             with (
@@ -199,7 +200,7 @@ class Interventions:
                 raise
             uncut.forget()  # a later block may need more than the tensors that blocks returned
             return self._run(cuts, example, 0)
-        if check and not uncut.check(count, output[-1:]):
+        if checks_reuse and not uncut.check(count, output[-1:]):
             return self._run(cuts, example, 0)
         return output[: len(cuts)]
 
@@ -227,14 +228,14 @@ class Interventions:
         Each edge of a copy gets its own Edges: one shared mask would also cut from its source to
         the other edges' targets.
         """
-        found: dict[tuple[int, str], Edges] = {}
+        edges_by_name: dict[tuple[int, str], Edges] = {}
         for copy, cut in enumerate(cuts):
-            for place, edge in enumerate(cut):
-                one = Edge(0, "", 0, edge, 0.0) if isinstance(edge, int) else edge
+            for place, cut_edge in enumerate(cut):
+                edge = Edge(0, "", 0, cut_edge, 0.0) if isinstance(cut_edge, int) else cut_edge
                 empty = torch.zeros(2, size, self.tokens, dtype=torch.bool)
-                made = Edges(one.name or None, empty[0], empty[1] if one.name else "other")
-                edges = found.setdefault((place, one.name), made)
-                for mask, token in ((edges.sources, one.source), (edges.targets, one.target)):
+                new = Edges(edge.name or None, empty[0], empty[1] if edge.name else "other")
+                edges = edges_by_name.setdefault((place, edge.name), new)
+                for mask, token in ((edges.sources, edge.source), (edges.targets, edge.target)):
                     if isinstance(mask, Tensor):
                         mask[copy, token] = True
-        return list(found.values())
+        return list(edges_by_name.values())

@@ -70,7 +70,7 @@ class UncutRun(Watcher):
             self._blocks = []
         with ExitStack() as stack:
             observe(model, mixers, (self,), stack, gradients=False, vouched=True)
-            stack.enter_context(self._instead(self._record))
+            stack.enter_context(self._in_place_of_blocks(self._record))
             self.output = self.call(inputs, additional)
             if kept is not None and not kept.fit(self.output):
                 self.kept = None
@@ -96,8 +96,8 @@ class UncutRun(Watcher):
             names: the names of the mixers; an empty name means all mixers.
         """
         first = min(self._before.values(), default=0)
-        found = min((self._before.get(name, first) for name in names), default=first)
-        return found - found % max(1, len(self._calls) // _DEPTHS)
+        before_first = min((self._before.get(name, first) for name in names), default=first)
+        return before_first - before_first % max(1, len(self._calls) // _DEPTHS)
 
     def forget(self) -> None:
         """Reuse no states in later runs."""
@@ -123,26 +123,29 @@ class UncutRun(Watcher):
         """
         calls = iter(self._calls[:count])
 
-        def again(block: nn.Module, forward: Callable[[], Any], given: Any) -> Any:
-            known, returned = next(calls, (None, None))
-            if known is None:
+        def again(block: nn.Module, forward: Callable[[], Any], arguments: Any) -> Any:
+            known_block, returned = next(calls, (None, None))
+            if known_block is None:
                 return forward()
-            if known is not block or all(len(x) != copies for x in tensors_in(given) if x.dim()):
+            batches = {len(x) for x in tensors_in(arguments) if x.dim()}
+            if known_block is not block or copies not in batches:
                 raise LookupError("no call of this block without cuts is known")
-            new = {id(x): x.repeat_interleave(copies, 0) for x in tensors_in(returned)}
-            return swapped(returned, new)
+            copies_of = {id(x): x.repeat_interleave(copies, 0) for x in tensors_in(returned)}
+            return swapped(returned, copies_of)
 
-        with self._instead(again) if count else nullcontext():
+        with self._in_place_of_blocks(again) if count else nullcontext():
             yield
 
-    def _record(self, block: nn.Module, forward: Callable[[], Any], given: Any) -> Any:
+    def _record(self, block: nn.Module, forward: Callable[[], Any], arguments: Any) -> Any:
         returned = forward()
-        new = {id(x): x.detach().clone() for x in tensors_in(returned)}
-        self._calls.append((block, swapped(returned, new)))
+        copies = {id(x): x.detach().clone() for x in tensors_in(returned)}
+        self._calls.append((block, swapped(returned, copies)))
         return returned
 
     @contextmanager
-    def _instead(self, call: Callable[[nn.Module, Callable[[], Any], Any], Any]) -> Iterator[None]:
+    def _in_place_of_blocks(
+        self, call: Callable[[nn.Module, Callable[[], Any], Any], Any]
+    ) -> Iterator[None]:
         """In the ``with``, use ``call`` in place of blocks that are not inside another block."""
         inside = False
 

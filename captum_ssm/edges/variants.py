@@ -78,15 +78,15 @@ def variant_effects(
             forward_func, one_hot, target, additional_forward_args, contrast, model
         )
     else:
-        chosen: Any = checks.choice("rule", rule, FAMILY)
+        checked_rule: Any = checks.choice("rule", rule, FAMILY)
         # relevance for a baseline of inputs - 1 is the gradient itself
         gradient = LatimFlow(forward_func, model, layers).attribute(
             one_hot, target, additional_forward_args,
-            contrast=contrast, rule=chosen, baselines=one_hot - 1,
+            contrast=contrast, rule=checked_rule, baselines=one_hot - 1,
         )  # fmt: skip
-    held = one_hot.sum(dim, keepdim=True)
-    there = (gradient * one_hot).sum(dim, keepdim=True)
-    return ((gradient - there) * (held - one_hot)).to(one_hot)
+    has_base = one_hot.sum(dim, keepdim=True)
+    at_reference = (gradient * one_hot).sum(dim, keepdim=True)
+    return ((gradient - at_reference) * (has_base - one_hot)).to(one_hot)
 
 
 def mutagenesis(
@@ -123,30 +123,31 @@ def mutagenesis(
                 [ 3,  1,  1]], dtype=torch.int32)
     """
     one_hot, dim = _checked(one_hot)
-    together = checks.count("at_a_time", at_a_time) or one_hot.numel()
+    batch_size = checks.count("at_a_time", at_a_time) or one_hot.numel()
     bases = one_hot.mT if dim == 1 else one_hot  # (B, L, 4)
     effects = torch.zeros_like(bases)
-    other = torch.eye(4).to(bases)
+    identity = torch.eye(4).to(bases)
     for example, sequence in enumerate(bases):
-        cut = BatchPart(slice(example, example + 1), len(bases))
-        asked = cut.target(target), cut.target(contrast)
+        part = BatchPart(slice(example, example + 1), len(bases))
+        question = part.target(target), part.target(contrast)
 
-        def numbers(sequences: Tensor, asked: tuple[Any, Any] = asked) -> Tensor:
+        def values_of(sequences: Tensor, question: tuple[Any, Any] = question) -> Tensor:
             """Return the target of each sequence (n, L, 4), minus the contrast: (n,)."""
-            given = sequences.mT if dim == 1 else sequences
+            in_layout = sequences.mT if dim == 1 else sequences
             with torch.no_grad(), repaired_scans():
                 output = logits_of(
-                    call_model(forward_func, given, as_tuple(additional_forward_args))
+                    call_model(forward_func, in_layout, as_tuple(additional_forward_args))
                 )
-            return torch.cat([contrasted(each[None], *asked)[0] for each in output])
+            return torch.cat([contrasted(logits[None], *question)[0] for logits in output])
 
-        before = numbers(sequence[None])
+        reference_value = values_of(sequence[None])
         variants = ((sequence == 0) & (sequence.sum(-1, keepdim=True) > 0)).nonzero()  # (n, 2)
-        for some in variants.split(together):
-            places, becomes = some.unbind(1)
-            changed = sequence.repeat(len(some), 1, 1)
-            changed[torch.arange(len(some)), places] = other[becomes]
-            effects[example, places, becomes] = (numbers(changed) - before).to(effects)
+        for batch in variants.split(batch_size):
+            places, bases_there = batch.unbind(1)
+            changed = sequence.repeat(len(batch), 1, 1)
+            changed[torch.arange(len(batch)), places] = identity[bases_there]
+            changes = values_of(changed) - reference_value
+            effects[example, places, bases_there] = changes.to(effects)
     return effects.mT if dim == 1 else effects
 
 
@@ -183,11 +184,11 @@ def _own_gradient(
     x = one_hot.detach().clone().requires_grad_()
     with torch.enable_grad(), repaired_scans():
         output = logits_of(call_model(forward_func, x, as_tuple(additional)))
-        numbers, _ = contrasted(output, target, contrast)
-        if not numbers.requires_grad:
+        values, _ = contrasted(output, target, contrast)
+        if not values.requires_grad:
             raise GradientModeError(
                 "The target does not depend on one_hot, so there is no gradient. Pass a "
                 "forward_func without detach() and torch.no_grad()."
             )
-        (gradient,) = torch.autograd.grad(numbers.sum(), x)
+        (gradient,) = torch.autograd.grad(values.sum(), x)
     return gradient
