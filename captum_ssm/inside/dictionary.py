@@ -138,15 +138,15 @@ class SparseAutoencoder(nn.Module):
         if self.architecture == "gated":
             active = projected + self.b_gate > 0
             return (projected * self.r_mag.exp() + self.b_mag).relu() * active
-        before = projected + self.b_enc  # (..., F)
+        preactivations = projected + self.b_enc  # (..., F)
         if self.architecture == "jumprelu":
-            return before.relu() * (before > self.threshold)
+            return preactivations.relu() * (preactivations > self.threshold)
         if self.k is None:
-            return before.relu()
+            return preactivations.relu()
         if self.rescale_acts_by_decoder_norm:
-            before = before * self.W_dec.norm(dim=-1)
-        largest = before.topk(self.k, dim=-1).indices
-        return before.relu() * torch.zeros_like(before).scatter(-1, largest, 1)
+            preactivations = preactivations * self.W_dec.norm(dim=-1)
+        largest = preactivations.topk(self.k, dim=-1).indices
+        return preactivations.relu() * torch.zeros_like(preactivations).scatter(-1, largest, 1)
 
     def decode(self, features: Tensor) -> Tensor:
         """Return the vectors (..., E) for the activations ``features`` (..., F)."""
@@ -226,18 +226,20 @@ class SparseAutoencoder(nn.Module):
             SparseAutoencoder(width=4, features=8, jumprelu, of backbone.layers.0)
         """
         path = Path(folder) / CONFIG
-        settings = _flat(read_json(path), path)
+        settings = _current_settings(read_json(path), path)
         _refuse_unknown(settings, path)
         dtype = _DTYPES.get(str(settings.get("dtype", "float32")).removeprefix("torch."))
         if dtype is None:
             raise _refusal(path, "dtype", settings["dtype"], f"one of {tuple(_DTYPES)} is")
+        of_topk = settings["architecture"] == "topk"
+        k = _positive_integer(settings, "k", path) if of_topk else None
         try:
             with torch.device("meta"):
-                made = cls(
-                    _count(settings, "d_in", path),
-                    _count(settings, "d_sae", path),
+                dictionary = cls(
+                    _positive_integer(settings, "d_in", path),
+                    _positive_integer(settings, "d_sae", path),
                     settings["architecture"],
-                    k=_count(settings, "k", path) if settings["architecture"] == "topk" else None,
+                    k=k,
                     layer=layer or settings.get("hf_hook_name") or settings.get("hook_name") or "",
                     apply_b_dec_to_input=bool(settings.get("apply_b_dec_to_input", True)),
                     rescale_acts_by_decoder_norm=bool(
@@ -249,12 +251,12 @@ class SparseAutoencoder(nn.Module):
             raise CheckpointError(f"{path} has settings that fit no dictionary: {error}") from None
         weights = read_safetensors(Path(folder) / WEIGHTS, "Loading a dictionary")
         try:
-            made.load_state_dict(_renamed(weights), strict=True, assign=True)
+            dictionary.load_state_dict(_renamed(weights), strict=True, assign=True)
         except RuntimeError as error:
             raise CheckpointError(
                 f"{Path(folder) / WEIGHTS} does not fit {CONFIG}: {error}. Save both files again."
             ) from None
-        return made.to(dtype).eval()
+        return dictionary.to(dtype).eval()
 
 
 #: For each architecture, the names of the parameters with one scalar per feature.
@@ -288,13 +290,13 @@ _ADVICE = {
 }
 
 
-def _flat(found: object, path: Path) -> dict[str, Any]:
+def _current_settings(content: object, path: Path) -> dict[str, Any]:
     """Return settings by their names in current SAELens, and ``"metadata"`` as one entry."""
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise CheckpointError(
-            f"{path} contains a {type(found).__name__}. Pass a folder with settings in {CONFIG}."
+            f"{path} contains a {type(content).__name__}. Pass a folder with settings in {CONFIG}."
         )
-    named = {_EARLIER.get(name, name): value for name, value in found.items()}
+    named = {_EARLIER.get(name, name): value for name, value in content.items()}
     metadata = named.pop("metadata", None)
     if metadata is None:  # earlier versions have no section for metadata
         metadata = {name: named[name] for name in ("model_name", "hook_name") if name in named}
@@ -321,11 +323,11 @@ def _refusal(
     return CheckpointError(f"{path} has {name} = {value!r}; {accepted} accepted.{advice}")
 
 
-def _count(settings: Mapping[str, Any], name: str, path: Path) -> int:
-    found = settings.get(name)
-    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise _refusal(path, name, found, "a number of 1 or more is")
-    return found
+def _positive_integer(settings: Mapping[str, Any], name: str, path: Path) -> int:
+    value = settings.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _refusal(path, name, value, "a number of 1 or more is")
+    return value
 
 
 def _renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:

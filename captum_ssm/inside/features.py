@@ -85,12 +85,12 @@ class Readings:
 
     def only(self, chosen: Tensor) -> Readings:
         """Return the features with the given indices (k,)."""
-        which = chosen.tolist()
+        numbers = chosen.tolist()
         return Readings(
             self.site,
             self.positions[chosen],
-            [self.indices[i] for i in which],
-            [self.labels[i] for i in which],
+            [self.indices[i] for i in numbers],
+            [self.labels[i] for i in numbers],
             self.activations[chosen],
             self.directions[chosen],
             self.reads[chosen],
@@ -124,6 +124,7 @@ def whole(site: Site, met: SiteActivation, gradient: Tensor) -> Readings:
     x = tokens_of(met, site)
     heads = met.value.shape[2] if site.at == "heads" else 1
     split = x.view(len(x), heads, -1)
+    # (1, node's head, head, 1): a node has the values of one head, and 0 elsewhere
     one_head = torch.eye(heads).to(x)[None, :, :, None]
     writes = (split[:, None] * one_head).flatten(2).flatten(0, 1)
     reads = (gradient.reshape(split.shape)[:, None] * one_head).flatten(2).flatten(0, 1)
@@ -144,9 +145,9 @@ def active_features(site: Site, met: SiteActivation, dictionary: Dictionary) -> 
     x = tokens_of(met, site)
     with torch.enable_grad():
         start = x.clone().requires_grad_()
-        features = _encoded(dictionary, start, site)
+        features = _encode_checked(dictionary, start, site)
         positions, indices = features.detach().nonzero(as_tuple=True)
-        reads = _reads(features, start, positions, indices)
+        reads = _derivatives(features, start, positions, indices)
     with torch.no_grad():
         used, where = torch.unique(indices, return_inverse=True)
         none = features.new_zeros(1, features.shape[-1])
@@ -162,7 +163,7 @@ def active_features(site: Site, met: SiteActivation, dictionary: Dictionary) -> 
     )
 
 
-def _encoded(dictionary: Dictionary, x: Tensor, site: Site) -> Tensor:
+def _encode_checked(dictionary: Dictionary, x: Tensor, site: Site) -> Tensor:
     """Encode activations (L, W) to (L, F); raise unless the dictionary decodes them to (L, W)."""
     try:
         features = dictionary.encode(x)
@@ -175,7 +176,7 @@ def _encoded(dictionary: Dictionary, x: Tensor, site: Site) -> Tensor:
     return features
 
 
-def _reads(features: Tensor, start: Tensor, positions: Tensor, indices: Tensor) -> Tensor:
+def _derivatives(features: Tensor, start: Tensor, positions: Tensor, indices: Tensor) -> Tensor:
     """Return the derivative of each active feature with respect to its token's activation, (n, W).
 
     Tokens are encoded separately, so one backward pass computes one feature's derivative per token.

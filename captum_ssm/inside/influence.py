@@ -33,13 +33,13 @@ def influences(
     total = weights.sum(1, keepdim=True)
     weights = torch.where(total > 0, weights / total.clamp_min(1e-300), weights)
     row = weights[-1]
-    through = torch.zeros_like(row)
+    influence = torch.zeros_like(row)
     for _ in range(len(weights)):  # at most as long as the longest path
         if not bool(row.any()):
             break
-        through = through + row
+        influence = influence + row
         row = (row if entered is None else row[entered]) @ weights
-    return weights, through
+    return weights, influence
 
 
 def scores(
@@ -55,13 +55,13 @@ def scores(
     Returns:
         ``completeness`` and ``replacement``, from 0 to 1; see :class:`~captum_ssm.inside.Graph`.
     """
-    weights, through = influences(edges, counted, entered)
-    reached = through.clone() if entered is None else through[entered]
-    reached[-1] += 1.0
-    reached = reached * (weights.sum(1) > 0)
-    known = 1 - weights[:, errors].sum(1)
-    ended = through[tokens].sum() + through[errors].sum()
+    weights, influence = influences(edges, counted, entered)
+    weight = influence.clone() if entered is None else influence[entered]
+    weight[-1] += 1.0
+    weight = weight * (weights.sum(1) > 0)
+    explained = 1 - weights[:, errors].sum(1)
+    ended_influence = influence[tokens].sum() + influence[errors].sum()
     return {
-        "completeness": float((known * reached).sum() / reached.sum().clamp_min(1e-300)),
-        "replacement": float(through[tokens].sum() / ended.clamp_min(1e-300)),
+        "completeness": float((explained * weight).sum() / weight.sum().clamp_min(1e-300)),
+        "replacement": float(influence[tokens].sum() / ended_influence.clamp_min(1e-300)),
     }

@@ -74,8 +74,8 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
     ) -> None:
         super().__init__(forward_func, model, layers, rule=rule, recompute=recompute)
         self.layer: Any = layer
-        for one in self._several():
-            self._site(one, at_input=False)  # raise now, not at the first call
+        for layer_or_name in self._several():
+            self._site(layer_or_name, at_input=False)  # raise now, not at the first call
 
     def attribute(
         self,
@@ -121,8 +121,8 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
             attribute_to_layer_input=attribute_to_layer_input,
             return_convergence_delta=return_convergence_delta,
         )
-        asked = {"contrast": contrast, "rule": rule, "zero_bias": zero_bias, "verify": verify}
-        found = [
+        options = {"contrast": contrast, "rule": rule, "zero_bias": zero_bias, "verify": verify}
+        decompositions = [
             self._decomposed(
                 layer,
                 attribute_to_layer_input,
@@ -131,17 +131,17 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
                 additional_forward_args,
                 baselines,
                 internal_batch_size,
-                **asked,
+                **options,
             )
             for layer in self._several()
         ]
         device = single_input(inputs)[0].device
-        parts = [
-            tuple(x.to(device) for x in torch.split(each.inputs, list(each.sizes), -1))
-            for each in found
+        by_layer = [
+            tuple(x.to(device) for x in torch.split(one.inputs, list(one.sizes), -1))
+            for one in decompositions
         ]
-        relevance = [part[0] if len(part) == 1 else part for part in parts]
-        deltas = [(each.delta + each.virtual).to(device) for each in found]
+        relevance = [part[0] if len(part) == 1 else part for part in by_layer]
+        deltas = [(one.delta + one.virtual).to(device) for one in decompositions]
         if not isinstance(self.layer, list | tuple):
             return (relevance[0], deltas[0]) if return_convergence_delta else relevance[0]
         return (relevance, deltas) if return_convergence_delta else relevance

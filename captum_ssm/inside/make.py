@@ -111,12 +111,12 @@ def attribution_graph(
             f"inputs has {len(tensor)} examples; a graph needs one. Pass inputs[i : i + 1]."
         )
     maker = _Maker(forward_func, model, layers, recompute=recompute)
-    asked = Against(target, contrast)
+    question = Against(target, contrast)
     start = out_of_tuple(baselines)
     rules = maker.rules(rule, verify)
-    taken = _by_layer(_blocks(maker) if nodes is None else nodes)
+    chosen = _by_layer(_blocks(maker) if nodes is None else nodes)
     with bar("attribution_graph", show_progress):
-        parts = maker.parts(tensor, asked, additional_forward_args, taken, rules, start, top)
+        parts = maker.parts(tensor, question, additional_forward_args, chosen, rules, start, top)
     return parts.graph(tokens, tensor, keep)
 
 
@@ -124,8 +124,8 @@ def _blocks(maker: _Maker) -> list[Layer]:
     """Return mixers' blocks as default layers; or all mixers, if one has no block or several."""
     model = find_model(maker.forward_func, maker.model)
     mixers = find_mixers(model, maker.layers)
-    in_blocks = all(len(each.blocks) == 1 and each.blocks[0] is not model for each in mixers)
-    return list(dict.fromkeys(each.blocks[0] if in_blocks else each.module for each in mixers))
+    in_blocks = all(len(mixer.blocks) == 1 and mixer.blocks[0] is not model for mixer in mixers)
+    return list(dict.fromkeys(mixer.blocks[0] if in_blocks else mixer.module for mixer in mixers))
 
 
 def _by_layer(nodes: Any) -> list[tuple[Layer, Any]]:
@@ -137,18 +137,18 @@ def _by_layer(nodes: Any) -> list[tuple[Layer, Any]]:
             f"nodes={nodes!r} is not accepted. Pass a dict from layers to dictionaries or None, or "
             "a list of layers and features, with at least one entry."
         )
-    found: dict[Layer, list[Feature] | None] = {}
-    for one in nodes:
-        new = [one] if isinstance(one, Feature) else None
-        layer = one.layer if isinstance(one, Feature) else one
-        before = found.setdefault(layer, new)
-        if (before is None) != (new is None):
+    by_layer: dict[Layer, list[Feature] | None] = {}
+    for node in nodes:
+        features = [node] if isinstance(node, Feature) else None
+        layer = node.layer if isinstance(node, Feature) else node
+        features_before = by_layer.setdefault(layer, features)
+        if (features_before is None) != (features is None):
             raise OptionError(
                 f"nodes contains {layer!r} and also features of it. Pass only one of them."
             )
-        if before is not None and new is not None and before is not new:
-            before += new
-    return list(found.items())
+        if features_before is not None and features is not None and features_before is not features:
+            features_before += features
+    return list(by_layer.items())
 
 
 def _refuse_of_another(dictionary: Any, layer: str, model: nn.Module) -> None:
@@ -196,7 +196,7 @@ class _Maker(FlowMethod):
                     whole = output if kept is None else kept.whole(output)
                     index = target_index(asked.target, whole)
                     start = start_of(network, rules, baselines)
-                    return Parts(network, taken, *number, start, index).followed(top)
+                    return Parts(network, taken, *number, start, index).keep_strongest(top)
 
             return [as_memory_allows(run, rules.recompute)]
 

@@ -156,20 +156,20 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
             A :class:`~captum_ssm.attr.engine.decompose.Decomposition`, whose ``inputs`` and
             ``biases`` sum to ``output``, the neuron's activation.
         """
-        more = {"by_role": roles, "features": features}
-        rules = self._rules(rule, zero_bias, verify, by_layer=True, **more)
+        options = {"by_role": roles, "features": features}
+        rules = self._rules(rule, zero_bias, verify, by_layer=True, **options)
         ends = self._ends(neuron_selector, attribute_to_neuron_input)
-        start = out_of_tuple(baselines)
-        (found,) = self._by_parts(
+        baseline = out_of_tuple(baselines)
+        (parts,) = self._by_parts(
             single_input(inputs)[0],
             [Against(None, None)],
             additional_forward_args,
             internal_batch_size,
             lambda request, questions, cut: decompositions(
-                replace(request, ends=ends), questions, rules, cut(start)
+                replace(request, ends=ends), questions, rules, cut(baseline)
             ),
         )
-        return stacked(found)
+        return stacked(parts)
 
     def compute_convergence_delta(
         self,
@@ -191,7 +191,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         Returns:
             The differences (B,), which are only rounding error.
         """
-        found = self.decompose(
+        decomposition = self.decompose(
             inputs,
             neuron_selector,
             additional_forward_args,
@@ -199,7 +199,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
             roles=False,
             **options,
         )
-        return self._delta(found, [found.inputs], attributions)
+        return self._delta(decomposition, [decomposition.inputs], attributions)
 
     def attribute_each(self, *args: Any, **kwargs: Any) -> Any:
         """Raise NotImplementedError, because a neuron is selected without a target."""
@@ -211,12 +211,12 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         model = find_model(self.forward_func, self.model)
         site = find_site(model, self.layer, self.layers, at_input=at_input)
 
-        def chosen(tensors: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-            number = _chosen(selector, tensors, site.name)
-            _check(number, tensors, mask, site.name)
-            return number
+        def select(tensors: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+            value = _selected_value(selector, tensors, site.name)
+            _check(value, tensors, mask, site.name)
+            return value
 
-        return Inner(site, chosen)
+        return Inner(site, select)
 
 
 class NeuronMambaLRP(NeuronLatimFlow):
@@ -242,37 +242,37 @@ class NeuronMambaLRP(NeuronLatimFlow):
     default_rule: Rule = "half"
 
 
-def _chosen(selector: Any, tensors: Sequence[Tensor], layer: str) -> Tensor:
+def _selected_value(selector: Any, tensors: Sequence[Tensor], layer: str) -> Tensor:
     """Return the value that ``selector`` selects from each example's activation, (B,)."""
     shapes = [tuple(x.shape) for x in tensors]
-    of = f"of layer {layer!r}, whose activation is {shapes[0] if len(shapes) == 1 else shapes}"
+    where = f"of layer {layer!r}, whose activation is {shapes[0] if len(shapes) == 1 else shapes}"
     if callable(selector):
-        number = selector(tensors[0] if len(tensors) == 1 else tuple(tensors))
-        if not isinstance(number, Tensor) or number.shape != (len(tensors[0]),):
-            got = tuple(number.shape) if isinstance(number, Tensor) else type(number).__name__
+        value = selector(tensors[0] if len(tensors) == 1 else tuple(tensors))
+        if not isinstance(value, Tensor) or value.shape != (len(tensors[0]),):
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise TargetError(
-                f"neuron_selector returned {got} {of}. Return one number per example, a tensor "
+                f"neuron_selector returned {got} {where}. Return one number per example, a tensor "
                 f"({len(tensors[0])},)."
             )
-        return number
+        return value
     if len(tensors) > 1:
         raise TargetError(
-            f"neuron_selector={selector!r} selects no neuron {of}, several tensors. Pass a "
+            f"neuron_selector={selector!r} selects no neuron {where}, several tensors. Pass a "
             "function that takes all of them and returns one number per example."
         )
-    (value,) = tensors
+    (activation,) = tensors
     index = selector if isinstance(selector, tuple) else (selector,)
     entries = [x if isinstance(x, slice) else checks.as_integer(x) for x in index]
-    fits = len(index) == value.dim() - 1 and all(map(_selects, entries, value.shape[1:]))
+    fits = len(index) == activation.dim() - 1 and all(map(_selects, entries, activation.shape[1:]))
     if not fits:
         raise TargetError(
-            f"neuron_selector={selector!r} is not a neuron {of}. Pass {value.dim() - 1} indices or "
-            "slices into one example, or a function that returns one number per example."
+            f"neuron_selector={selector!r} is not a neuron {where}. Pass {activation.dim() - 1} "
+            "indices or slices into one example, or a function that returns one number per example."
         )
-    found = value[(slice(None), *entries)]
-    if found.dim() > 1:
-        found = found.flatten(1).sum(1)
-    return found
+    entries_of_neuron = activation[(slice(None), *entries)]
+    if entries_of_neuron.dim() > 1:
+        entries_of_neuron = entries_of_neuron.flatten(1).sum(1)
+    return entries_of_neuron
 
 
 def _selects(entry: int | slice | None, size: int) -> bool:
@@ -285,15 +285,15 @@ def _selects(entry: int | slice | None, size: int) -> bool:
         return False
 
 
-def _check(number: Tensor, tensors: Sequence[Tensor], mask: Tensor | None, layer: str) -> None:
+def _check(value: Tensor, tensors: Sequence[Tensor], mask: Tensor | None, layer: str) -> None:
     """Raise if a selected value (B,) cannot be explained, or depends on padded tokens."""
-    if not bool(number.detach().isfinite().all()):
+    if not bool(value.detach().isfinite().all()):
         raise NonFiniteError(
-            f"neuron_selector selects {number.detach().tolist()} in layer {layer!r}, which is not "
+            f"neuron_selector selects {value.detach().tolist()} in layer {layer!r}, which is not "
             "finite. Pass a selector of finite values, or run the model in a wider dtype than "
-            f"{number.dtype}."
+            f"{value.dtype}."
         )
-    if not number.requires_grad:
+    if not value.requires_grad:
         raise GradientModeError(
             f"The result of neuron_selector does not depend linearly on layer {layer!r}. Return "
             "entries of the activation or sums of entries, and do not detach them."
@@ -301,9 +301,9 @@ def _check(number: Tensor, tensors: Sequence[Tensor], mask: Tensor | None, layer
     if mask is None or mask.shape != tensors[0].shape[:2]:
         return
     with unseen():
-        found = torch.autograd.grad(number.sum(), tensors, retain_graph=True, allow_unused=True)
-    read = [x.flatten(2).any(2) for x in found if x is not None]
-    if any(bool((x & ~mask.to(x.device)).any()) for x in read):
+        gradients = torch.autograd.grad(value.sum(), tensors, retain_graph=True, allow_unused=True)
+    is_read = [x.flatten(2).any(2) for x in gradients if x is not None]
+    if any(bool((x & ~mask.to(x.device)).any()) for x in is_read):
         raise TargetError(
             f"neuron_selector reads layer {layer!r} at padded tokens. Select real tokens of every "
             "example, or explain each example in a separate call."

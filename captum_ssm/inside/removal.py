@@ -54,21 +54,21 @@ def without(model: nn.Module, graph: Graph, nodes: Sequence[Node]) -> Iterator[N
         ...     bool(model(ids).logits[0, -1].argmax() == answer)
         False
     """
-    places: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
-    number = {id(node): i for i, node in enumerate(graph.nodes)}
+    removed_by_layer: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
+    index_of = {id(node): i for i, node in enumerate(graph.nodes)}
     for node in nodes:
-        written = graph.writes[number[id(node)]] if id(node) in number else None
-        if written is None or node.position is None or node.layer.endswith(".heads"):
+        vector = graph.writes[index_of[id(node)]] if id(node) in index_of else None
+        if vector is None or node.position is None or node.layer.endswith(".heads"):
             raise OptionError(
                 f"nodes has {node}, which cannot be subtracted from a layer's output. Pass "
                 "features, directions, whole activations or errors of this graph; for heads use "
                 "knock_out."
             )
-        places[node.layer].append((node.position, written))
+        removed_by_layer[node.layer].append((node.position, vector))
     with ExitStack() as stack:
-        for layer, parts in places.items():
+        for layer, removed in removed_by_layer.items():
             site = find_site(model, layer)
-            hook = hooked(site.module.register_forward_hook, _subtracting(layer, parts))
+            hook = hooked(site.module.register_forward_hook, _subtracting(layer, removed))
             stack.enter_context(hook)
         yield
 
@@ -100,44 +100,44 @@ def validate(
     module = find_model(forward_func, model)
     nodes = [n for n in graph.nodes if n.kind in _COMPARED and not n.layer.endswith(".heads")]
 
-    def number(*removed: Node) -> float:
+    def value_without(*removed: Node) -> float:
         with torch.no_grad(), without(module, graph, removed):
             output = logits_of(call_model(forward_func, tensor, additional))
         return float(contrasted(output, target, contrast)[0])
 
     effects = graph.effects()
-    place = {id(node): i for i, node in enumerate(graph.nodes)}
-    estimated = torch.stack([effects[place[id(node)]] for node in nodes])
-    before = number()
-    true = torch.tensor([before - number(node) for node in nodes], dtype=torch.double)
-    rounding = 4 * torch.finfo(torch.float32).eps * abs(before)
+    index_of = {id(node): i for i, node in enumerate(graph.nodes)}
+    estimated = torch.stack([effects[index_of[id(node)]] for node in nodes])
+    whole_value = value_without()
+    true = torch.tensor([whole_value - value_without(node) for node in nodes], dtype=torch.double)
+    rounding = 4 * torch.finfo(torch.float32).eps * abs(whole_value)
     examples = [0] * len(nodes)  # a graph describes one example
     return Truth(nodes, examples, estimated, true, rounding)
 
 
-def _subtracting(layer: str, parts: Sequence[tuple[int, Tensor]]) -> Callable[..., Any]:
+def _subtracting(layer: str, removed: Sequence[tuple[int, Tensor]]) -> Callable[..., Any]:
     """Return a forward hook that subtracts (position, vector (W,)) pairs from an output."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        several = isinstance(output, tuple | list)
-        tensors = [x for x in (output if several else [output]) if isinstance(x, Tensor)]
+        is_tuple = isinstance(output, tuple | list)
+        tensors = [x for x in (output if is_tuple else [output]) if isinstance(x, Tensor)]
         tensors = [x for x in tensors if x.is_floating_point()]
-        width, changed = len(parts[0][1]), list[Tensor]()
-        while tensors and sum(x[0, 0].numel() for x in changed) < width:
-            changed.append(tensors.pop(0))
-        sizes = [x[0, 0].numel() for x in changed]
-        fits = sum(sizes) == width and all(p < x.shape[1] for p, _ in parts for x in changed)
+        width, reduced = len(removed[0][1]), list[Tensor]()
+        while tensors and sum(x[0, 0].numel() for x in reduced) < width:
+            reduced.append(tensors.pop(0))
+        sizes = [x[0, 0].numel() for x in reduced]
+        fits = sum(sizes) == width and all(p < x.shape[1] for p, _ in removed for x in reduced)
         if not fits:
             raise LayerError(
                 f"layer {layer!r} does not return {width} features for each token, as in the run "
                 "of the graph. Run the model on an input with as many tokens as the graph's input."
             )
-        new = {id(x): x.clone() for x in changed}
-        for position, written in parts:
-            for x, part in zip(changed, torch.split(written, sizes), strict=True):
-                new[id(x)][:, position] -= part.to(x).view(x.shape[2:])
-        if not several:
-            return new[id(output)]
-        return type(output)(new.get(id(x), x) for x in output)
+        copies = {id(x): x.clone() for x in reduced}
+        for position, vector in removed:
+            for x, piece in zip(reduced, torch.split(vector, sizes), strict=True):
+                copies[id(x)][:, position] -= piece.to(x).view(x.shape[2:])
+        if not is_tuple:
+            return copies[id(output)]
+        return type(output)(copies.get(id(x), x) for x in output)
 
     return hook

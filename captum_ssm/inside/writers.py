@@ -87,7 +87,7 @@ def to_json(graph: Graph, path: str | Path) -> None:
         "schema_version": _VERSION,
         "scores": dict(graph.scores),
     }
-    listed = _listed(path.parent / LISTING, metadata)
+    listing = _with_listing_of(path.parent / LISTING, metadata)
     nodes = _json_nodes(graph)
     content = {
         "metadata": metadata,
@@ -106,20 +106,20 @@ def to_json(graph: Graph, path: str | Path) -> None:
         ],
     }
     write_whole(path, json.dumps(content, indent=2) + "\n")
-    write_whole(path.parent / LISTING, json.dumps(listed, indent=2) + "\n")
+    write_whole(path.parent / LISTING, json.dumps(listing, indent=2) + "\n")
 
 
-def _listed(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
+def _with_listing_of(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
     """Add a graph to the list of graphs; it replaces a graph of the same name."""
     try:
-        found = json.loads(path.read_text("utf-8")) if path.exists() else {"graphs": []}
-        others = [graph for graph in found["graphs"] if graph["slug"] != metadata["slug"]]
+        listing = json.loads(path.read_text("utf-8")) if path.exists() else {"graphs": []}
+        others = [graph for graph in listing["graphs"] if graph["slug"] != metadata["slug"]]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path} contains no list of graphs ({type(error).__name__}: {error}). Write to a "
             "different folder, or remove the file."
         ) from None
-    return {**found, "graphs": [*others, metadata]}
+    return {**listing, "graphs": [*others, metadata]}
 
 
 def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
@@ -135,7 +135,7 @@ def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
         node_id = f"{layer}_{node.kind}_{position}"
         js_id = f"{layer}_{position}-0"
         if node.kind in ("feature", "direction", "whole"):
-            feature = _pair(node.depth - 1, number)
+            feature = _cantor_pair(node.depth - 1, number)
             node_id, js_id = f"{layer}_{number}_{position}", f"{layer}_{number}-0"
         elif node.kind == "token":
             layer, feature = "E", position
@@ -146,8 +146,8 @@ def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
             layer, feature = str(node.depth), number
             node_id, js_id = f"{layer}_{number}_{position}", f"L_{number}-{position}"
             # The viewer parses the word in quotation marks and the number after "(p=".
-            known = "?" if probability is None else f"{probability:.3f}"
-            clerp = f'Output "{node.label}" (p={known})'
+            shown_probability = "?" if probability is None else f"{probability:.3f}"
+            clerp = f'Output "{node.label}" (p={shown_probability})'
         of_target = node.kind == "target"
         nodes.append(
             {
@@ -169,7 +169,7 @@ def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
     return nodes
 
 
-def _pair(x: int, y: int) -> int:
+def _cantor_pair(x: int, y: int) -> int:
     """Combine two integers into one with Cantor's pairing function, which the viewer inverts."""
     return (x + y) * (x + y + 1) // 2 + y
 
@@ -240,14 +240,14 @@ def to_graphml(graph: Graph, path: str | Path) -> None:
     for name in graph.scores:
         _declare(root, "graph", name, "double")
 
-    whole = ElementTree.SubElement(root, "graph", edgedefault="directed")
-    _hold(whole, "graph", {"tokens": json.dumps(graph.tokens), **graph.scores})
+    graph_element = ElementTree.SubElement(root, "graph", edgedefault="directed")
+    _add_data(graph_element, "graph", {"tokens": json.dumps(graph.tokens), **graph.scores})
     for i, node in enumerate(graph.nodes):
-        held = {name: getattr(node, name) for name in _NODE_KEYS}
-        _hold(ElementTree.SubElement(whole, "node", id=f"n{i}"), "node", held)
+        values = {name: getattr(node, name) for name in _NODE_KEYS}
+        _add_data(ElementTree.SubElement(graph_element, "node", id=f"n{i}"), "node", values)
     for t, s, weight in _links(graph):
-        edge = ElementTree.SubElement(whole, "edge", source=f"n{s}", target=f"n{t}")
-        _hold(edge, "edge", {"weight": weight})
+        edge = ElementTree.SubElement(graph_element, "edge", source=f"n{s}", target=f"n{t}")
+        _add_data(edge, "edge", {"weight": weight})
     ElementTree.indent(root)
     write_whole(path, ElementTree.tostring(root, encoding="utf-8", xml_declaration=True))
 
@@ -257,11 +257,11 @@ def _declare(root: ElementTree.Element, of: str, name: str, kind: str) -> None:
     ElementTree.SubElement(root, "key", attributes)
 
 
-def _hold(element: ElementTree.Element, of: str, values: dict[str, Any]) -> None:
+def _add_data(element: ElementTree.Element, kind: str, values: dict[str, Any]) -> None:
     for name, value in values.items():
         if value is not None:
-            held = ElementTree.SubElement(element, "data", key=f"{of}-{name}")
-            held.text = _UNWRITABLE.sub(lambda found: f"\\x{ord(found[0]):02x}", str(value))
+            data = ElementTree.SubElement(element, "data", key=f"{kind}-{name}")
+            data.text = _UNWRITABLE.sub(lambda match: f"\\x{ord(match[0]):02x}", str(value))
 
 
 def _links(graph: Graph) -> list[tuple[int, int, float]]:
