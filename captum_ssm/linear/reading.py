@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..mixers.base import Call
 from ..mixers.parts.common import applied_mask, padding_mask
-from ..mixers.registry import class_path, is_own
+from ..mixers.registry import class_path, is_built_in
 from ..mixers.table import ADAPTERS
 from ..operators.base import Role
 from ..operators.kernels.arithmetic import autocast_dtype, unseen
@@ -350,7 +350,7 @@ def is_read(module: nn.Module, sequence: Tensor, divides: bool, continues: bool 
             False.
     """
     path = class_path(type(module))
-    if path not in READ or not is_own(type(module)) or any(map(is_split, module.modules())):
+    if path not in READ or not is_built_in(type(module)) or any(map(is_split, module.modules())):
         return False
     if READ[path] == "lfm2" and hasattr(module, "slow_forward"):  # transformers 4
         return False

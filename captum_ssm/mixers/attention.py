@@ -38,36 +38,36 @@ _RECORDING = "captum_ssm"
 #: Names of output projections; if a class has none of them, its parent projects the output.
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "proj")
 #: Arguments of attention functions that change scores or probabilities and are not supported.
-_UNKNOWN = ("softcap", "s_aux", "position_bias", "alibi_slopes", "head_mask")
+_UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "alibi_slopes", "head_mask")
 
 
 def hf_attention(module: Any, call: Call) -> LinearMixer:
     """Linearize a self-attention module of transformers as softmax attention with a gate."""
     _refuse_cache(module, call)
-    return _linearize(module, *_replay(module, call))
+    return _mixer_of(module, *_rerun(module, call))
 
 
-def _linearize(module: Any, received: _AttentionCall, factor: Tensor) -> LinearMixer:
-    """Return the mixer, given the attention function's arguments and the gate (B, L, H P)."""
-    pairs, gated = _pairs(module, received), ("gate", type(module))
-    if pairs is not None and are_noted(factor):
-        read_pairs(pairs, gated, lambda: (factor == 1).all())
-    query, key, values = (x.transpose(1, 2) for x in (received.query, received.key, received.value))
-    path = Path(values).attend(query, key, received.scaling, pairs)
-    if not _is_one(factor, gated):
-        path.scale(in_batch(factor), "gate", at_rest=0.5)
+def _mixer_of(module: Any, inputs: _AttentionCall, gate: Tensor) -> LinearMixer:
+    """Return the mixer, given ``inputs`` of the attention function and the gate (B, L, H P)."""
+    pairs, gate_key = _visible_pairs(module, inputs), ("gate", type(module))
+    if pairs is not None and are_noted(gate):  # on a GPU, read both at once
+        read_pairs(pairs, gate_key, lambda: (gate == 1).all())
+    query, key, values = (x.transpose(1, 2) for x in (inputs.query, inputs.key, inputs.value))
+    path = Path(values).attend(query, key, inputs.scaling, pairs)
+    if not _is_one_everywhere(gate, gate_key):
+        path.scale(in_batch(gate), "gate", at_rest=0.5)
     output = next((getattr(module, n) for n in _OUTPUTS if hasattr(module, n)), nn.Identity())
-    return path.to(output, end_to_end=received.end_to_end)
+    return path.to(output, end_to_end=inputs.end_to_end)
 
 
-def _is_one(factor: Tensor, kind: Hashable) -> bool:
+def _is_one_everywhere(gate: Tensor, kind: Hashable) -> bool:
     """Return True if the gate is one everywhere, because the module has no gate.
 
     On a GPU the result is read only for the first module with this ``kind``.  If that result is
     True, later modules assume True, which is checked at the end of the call.
     """
-    ones = (factor == 1).all()
-    if not are_noted(factor):
+    ones = (gate == 1).all()
+    if not are_noted(gate):
         return bool(ones)
     return read_once(kind, lambda: bool(ones)) and holds(ones)
 
@@ -87,7 +87,7 @@ def vit_attention(module: Any, call: Call) -> LinearMixer:
     if not hasattr(module, "attention"):
         return hf_attention(module, call)
     if call.argument("head_mask", 1) is not None:  # in the position of the mask
-        raise _unknown(module, "head_mask")
+        raise _unsupported(module, "head_mask")
     linear = hf_attention(module.attention, call)
     return replace(linear, project=lambda y: run(module.output.dense, y.flatten(2)))
 
@@ -110,21 +110,21 @@ def qwen4_exp_attention(module: Any, call: Call) -> LinearMixer:
     mask = call.argument("attention_mask", 2)
     with torch.no_grad():  # in the model's own precision, so that near ties are picked equally
         rotations = call.argument("position_embeddings", 1)
-        picked = module.indexer(call.hidden_states, rotations, mask, None)
+        picks = module.indexer(call.hidden_states, rotations, mask, None)
     module = copy.copy(module)
-    module._modules = {**module._modules, "indexer": _Picked(picked)}
+    module._modules = {**module._modules, "indexer": _FixedPicks(picks)}
     return replace(hf_attention(module, call), mask=_real_tokens(mask, call))
 
 
-class _Picked(nn.Module):
+class _FixedPicks(nn.Module):
     """A replacement of an indexer module; it returns the tokens that the indexer picked before."""
 
-    def __init__(self, picked: Tensor) -> None:
+    def __init__(self, picks: Tensor) -> None:
         super().__init__()
-        self._picked = picked
+        self._picks = picks
 
     def forward(self, *_: Any) -> Tensor:
-        return self._picked
+        return self._picks
 
 
 def _real_tokens(mask: Tensor | None, call: Call) -> Tensor | None:
@@ -133,7 +133,8 @@ def _real_tokens(mask: Tensor | None, call: Call) -> Tensor | None:
         return None
     if mask.dim() == 2:
         return padding_mask(mask, call.hidden_states)
-    visible = mask if mask.dtype == torch.bool else mask == 0
+    visible = mask if mask.dtype == torch.bool else mask == 0  # (B, 1 or H, L, L)
+    # a token that no query sees is padding
     return padding_mask(visible.any(-2).any(1), call.hidden_states)
 
 
@@ -148,27 +149,27 @@ def glm5_next_attention(module: Any, call: Call) -> LinearMixer:
     """Linearize Glm5NextTextAttention, which attends to tokens that an indexer picks."""
     _refuse_cache(module, call)
     if module.indexer is not None:
-        picked = _picked(module, call)
-        call = replace(call, kwargs={**call.kwargs, "prev_topk_indices": picked})
+        picks = _indexer_picks(module, call)  # a layer without an indexer takes these
+        call = replace(call, kwargs={**call.kwargs, "prev_topk_indices": picks})
         module = copy.copy(module)
         module._modules = {**module._modules, "indexer": None}
-    received, factor = _replay(module, call)
+    attention, gate = _rerun(module, call)
     if module.config._attn_implementation == "sdpa":
         # sdpa's mask is boolean, so that padded tokens attend to no token
-        received = replace(received, mask=received.mask == 0)
+        attention = replace(attention, mask=attention.mask == 0)
     mask = _real_tokens(call.argument("attention_mask", 1), call)
-    return replace(_linearize(module, received, factor), mask=mask)
+    return replace(_mixer_of(module, attention, gate), mask=mask)
 
 
 @torch.no_grad()
-def _picked(module: Any, call: Call) -> Tensor:
+def _indexer_picks(module: Any, call: Call) -> Tensor:
     """Return the tokens that the indexer picks, computed in the model's own precision."""
     hidden, mask = call.hidden_states, call.argument("attention_mask", 1)
-    asking = module.q_a_layernorm(module.q_a_proj(hidden))
-    picked: Tensor = module.indexer(
-        hidden_states=hidden, q_resid=asking, attention_mask=mask, past_key_values=None
+    query_states = module.q_a_layernorm(module.q_a_proj(hidden))
+    picks: Tensor = module.indexer(
+        hidden_states=hidden, q_resid=query_states, attention_mask=mask, past_key_values=None
     )
-    return picked
+    return picks
 
 
 def _refuse_cache(module: Any, call: Call) -> None:
@@ -194,7 +195,7 @@ class _AttentionCall:
     end_to_end: bool = False  # whether images are concatenated; here each is an example
 
 
-class _Settings:
+class _RecordingConfig:
     """A model's configuration, but with :func:`_record` as the attention function."""
 
     _attn_implementation = _RECORDING
@@ -203,10 +204,10 @@ class _Settings:
         self._config = config
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_config"], name)
+        return getattr(self.__dict__["_config"], name)  # self._config may call this method
 
 
-def _replay(module: Any, call: Call) -> tuple[_AttentionCall, Tensor]:
+def _rerun(module: Any, call: Call) -> tuple[_AttentionCall, Tensor]:
     """Run the call again; return the attention function's arguments and the gate (B, L, H P)."""
     from transformers import AttentionInterface
 
@@ -214,48 +215,53 @@ def _replay(module: Any, call: Call) -> tuple[_AttentionCall, Tensor]:
     dtype = working_dtype(module, call.hidden_states)
     twin = copy.copy(module)
     if hasattr(module, "config"):
-        twin.config = _Settings(module.config)
-    twin.training = False  # no dropout, and no random numbers drawn for it
+        twin.config = _RecordingConfig(module.config)
+    twin.training = False  # no dropout, which would draw random numbers
     like = call.hidden_states.new_empty(0, dtype=dtype)
-    twin._modules = {name: _prepared(name, sub, like) for name, sub in module._modules.items()}
-    with full_precision(call.hidden_states.device), _recorded_torch_attention(twin):
+    twin._modules = {name: _replacement(name, sub, like) for name, sub in module._modules.items()}
+    with full_precision(call.hidden_states.device), _recording_torch_attention(twin):
         # called on the class, so that neither hooks nor a wrapper of forward run
         out = type(module).forward(twin, *_cast(call.args, dtype), **_cast(call.kwargs, dtype))
-    received = twin.__dict__.get("received")
-    if not received:
+    calls = twin.__dict__.get("received")
+    if not calls:
         raise UnsupportedMixerError(
             f"{type(module).__name__} uses neither transformers' attention interface nor torch's "
             "attention. In transformers 4, load the model with attn_implementation='sdpa' and pass "
             "output_attentions=False; otherwise use a newer version of transformers."
         )
-    return _end_to_end(module, received, call.hidden_states.shape[1]), first_tensor(out)
+    # attention returned ones, so the output is the gate, or ones without a gate
+    return _join_images(module, calls, call.hidden_states.shape[1]), first_tensor(out)
 
 
-def _end_to_end(module: Any, received: list[_AttentionCall], tokens: int) -> _AttentionCall:
-    """Combine calls of the attention function, one for each image, into one call with a batch."""
-    if len(received) == 1:
-        return received[0]
-    sizes = [each.query.shape[2] for each in received]
-    if sum(sizes) != tokens or any(each.mask is not None or each.causal for each in received):
+def _join_images(module: Any, calls: list[_AttentionCall], tokens: int) -> _AttentionCall:
+    """Combine calls of the attention function, one for each image, into one call with a batch.
+
+    Shorter images are padded, and their padding is masked.  ``tokens`` is the total number.
+    """
+    if len(calls) == 1:
+        return calls[0]
+    lengths = [call.query.shape[2] for call in calls]
+    if sum(lengths) != tokens or any(call.mask is not None or call.causal for call in calls):
         raise UnsupportedMixerError(
-            f"{type(module).__name__} calls its attention function {len(received)} times, which is "
+            f"{type(module).__name__} calls its attention function {len(calls)} times, which is "
             "supported only for one image each, without a mask. Pass one image at a time."
         )
-    count = torch.tensor(sizes, device=received[0].query.device)
-    step = torch.arange(max(sizes), device=count.device)
-    real = step < count[:, None]
-    place = torch.where(real, step + (count.cumsum(0) - count)[:, None], tokens)
+    length = torch.tensor(lengths, device=calls[0].query.device)
+    position = torch.arange(max(lengths), device=length.device)
+    is_real = position < length[:, None]
+    # index of each token in the joined images; padding reads the row of zeros after them
+    index = torch.where(is_real, position + (length.cumsum(0) - length)[:, None], tokens)
 
-    def padded(parts: list[Tensor]) -> Tensor:  # (images, H, longest, N)
-        whole = torch.cat(parts, 2)[0].transpose(0, 1)  # (L, H, N)
-        return F.pad(whole, (0, 0, 0, 0, 0, 1))[place].transpose(1, 2)
+    def padded(tensors: list[Tensor]) -> Tensor:  # (images, H, longest, N)
+        joined = torch.cat(tensors, 2)[0].transpose(0, 1)  # (L, H, N)
+        return F.pad(joined, (0, 0, 0, 0, 0, 1))[index].transpose(1, 2)
 
     return replace(
-        received[0],
-        query=padded([each.query for each in received]),
-        key=padded([each.key for each in received]),
-        value=padded([each.value for each in received]),
-        mask=None if len(set(sizes)) == 1 else real[:, None, None],
+        calls[0],
+        query=padded([call.query for call in calls]),
+        key=padded([call.key for call in calls]),
+        value=padded([call.value for call in calls]),
+        mask=None if len(set(lengths)) == 1 else is_real[:, None, None],
         end_to_end=True,
     )
 
@@ -270,39 +276,42 @@ def _record(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Record attention's arguments; return ones as output, so that the module returns its gate."""
-    for name in _UNKNOWN:
+    for name in _UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
-            raise _unknown(module, name)
+            raise _unsupported(module, name)
     batch, heads, tokens, width = query.shape
     if key.shape[-2] != tokens:
         raise UnsupportedMixerError(
             f"{type(module).__name__}: {tokens} queries attend to {key.shape[-2]} keys, which is "
             "not supported. Pass the whole sequence in one call, without a cache."
         )
-    causal = kwargs.get("is_causal")
-    groups = heads // key.shape[1]
+    is_causal = kwargs.get("is_causal")  # passed, or the module's; by default True
+    queries_per_key = heads // key.shape[1]
     call = _AttentionCall(
-        query,
-        key.repeat_interleave(groups, 1),
-        value.repeat_interleave(groups, 1),
-        attention_mask,
-        width**-0.5 if scaling is None else scaling,
-        bool(getattr(module, "is_causal", True) if causal is None else causal),
-        kwargs.get("sliding_window"),
+        query=query,
+        key=key.repeat_interleave(queries_per_key, 1),
+        value=value.repeat_interleave(queries_per_key, 1),
+        mask=attention_mask,
+        scaling=width**-0.5 if scaling is None else scaling,
+        causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
+        window=kwargs.get("sliding_window"),
     )
     module.received = [*vars(module).get("received", ()), call]
     return query.new_ones(batch, tokens, heads, value.shape[-1]), None
 
 
-def _unknown(module: Any, name: str) -> UnsupportedMixerError:
-    kind = type(module).__name__
+def _unsupported(module: Any, name: str) -> UnsupportedMixerError:
+    class_name = type(module).__name__
     remedy = f"Use a model, or a call of the model, without {name}."
-    return UnsupportedMixerError(f"{kind} with {name} is not supported. {remedy}")
+    return UnsupportedMixerError(f"{class_name} with {name} is not supported. {remedy}")
 
 
 @contextmanager
-def _recorded_torch_attention(module: Any) -> Iterator[None]:
-    """Return a context in which :func:`_record` replaces torch's attention function."""
+def _recording_torch_attention(module: Any) -> Iterator[None]:
+    """Return a context in which :func:`_record` replaces torch's attention function.
+
+    It also works within :func:`.unseen`, and keeps the effect of that context on other functions.
+    """
     mode = _RecordTorchAttention(module, hidden=not torch._C._is_torch_function_enabled())
     with torch._C._EnableTorchFunction(), mode:
         yield
@@ -314,7 +323,7 @@ class _RecordTorchAttention(TorchFunctionMode):
     def __init__(self, module: Any, hidden: bool) -> None:
         super().__init__()
         self._module = module
-        self._hidden = hidden
+        self._hidden = hidden  # whether to hide other functions from other modes
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -342,21 +351,21 @@ class _RecordTorchAttention(TorchFunctionMode):
         return ones.transpose(1, 2)
 
 
-def _pairs(module: Any, received: _AttentionCall) -> Tensor | None:
+def _visible_pairs(module: Any, attention: _AttentionCall) -> Tensor | None:
     """Return the mask over pairs of tokens that the module's attention function would use.
 
     Eager attention uses its mask unchanged.  The other functions apply causality themselves if they
     get no mask; flash attention also applies the window and a mask of tokens.
     """
-    mask, tokens = received.mask, received.query.shape[2]
+    mask, tokens = attention.mask, attention.query.shape[2]
     if hasattr(mask, "mask_mod"):  # flex attention's description of a mask
         from torch.nn.attention.flex_attention import create_mask
 
-        batch, kind = received.query.shape[0], received.query.device.type
-        mask = create_mask(mask.mask_mod, batch, 1, tokens, tokens, kind)
-    implementation = "sdpa" if received.by_torch else module.config._attn_implementation or "eager"
+        batch, device_type = attention.query.shape[0], attention.query.device.type
+        mask = create_mask(mask.mask_mod, batch, 1, tokens, tokens, device_type)
+    implementation = "sdpa" if attention.by_torch else module.config._attn_implementation or "eager"
     if isinstance(mask, Tensor) and mask.dim() == 4:
-        return mask[..., :tokens]
+        return mask[..., :tokens]  # without the columns of a cache's unused places
     if mask is None and implementation == "eager":
         return None
     if mask is not None and (implementation == "eager" or mask.dim() != 2):
@@ -364,22 +373,22 @@ def _pairs(module: Any, received: _AttentionCall) -> Tensor | None:
             f"{type(module).__name__}: an attention mask of shape {tuple(mask.shape)} is not "
             "supported. Pass attention_mask as (B, L), or as (B, H, L, L)."
         )
-    window = received.window if "flash" in implementation else None
-    device, causal = received.query.device, received.causal
+    window = attention.window if "flash" in implementation else None
+    device, causal = attention.query.device, attention.causal
     pairs = seen_pairs(tokens, device, causal=causal, window=window)
     if mask is None:
         return pairs
 
-    def masked() -> Tensor | None:
-        keep = mask.bool()[:, None]
-        real = keep[..., None] & keep[..., None, :]
-        found = real if pairs is None else pairs & real
-        return None if bool(found.all()) else found
+    def real_pairs() -> Tensor | None:
+        is_real = mask.bool()[:, None]
+        both_real = is_real[..., None] & is_real[..., None, :]
+        visible = both_real if pairs is None else pairs & both_real
+        return None if bool(visible.all()) else visible
 
-    return read_once(("pairs of tokens", device, causal, window), masked, of=mask)
+    return read_once(("pairs of tokens", device, causal, window), real_pairs, of=mask)
 
 
-def _prepared(name: str, submodule: nn.Module | None, like: Tensor) -> nn.Module | None:
+def _replacement(name: str, submodule: nn.Module | None, like: Tensor) -> nn.Module | None:
     """Return the submodule to use when the recorded call runs again, in the dtype of ``like``.
 
     Output projections and dropout are replaced with the identity.

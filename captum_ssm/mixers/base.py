@@ -150,10 +150,10 @@ class LinearMixer:
             components: names of components to keep, such as ``{"scan"}``. Without any of these
                 components, the operator becomes the identity.
         """
-        kept = self.operator.restrict(components)
-        if kept is None:
-            kept = Diagonal(self.values.new_ones(1, 1, 1, 1), self.operator.shape)
-        return replace(self, operator=kept)
+        operator = self.operator.restrict(components)
+        if operator is None:
+            operator = Diagonal(self.values.new_ones(1, 1, 1, 1), self.operator.shape)
+        return replace(self, operator=operator)
 
     def output(self) -> Tensor:
         """Compute the module's output (B, L, E) from the operator."""
@@ -169,12 +169,12 @@ class LinearMixer:
         Raises:
             NonFiniteError: with the names of the layer and of the first such component.
         """
-        named = [(leaf.component or "mask", leaf.tensors()) for leaf in self.operator.leaves()]
-        if are_noted(self.values):  # read at the end; if it fails, a repeated call names the first
-            finite_together([self.values, *(x for _, found in named for x in found.values())])
+        parts = [(leaf.component or "mask", leaf.tensors()) for leaf in self.operator.leaves()]
+        if are_noted(self.values):  # on a GPU, read later; a repeated call then names the tensor
+            finite_together([self.values, *(x for _, tensors in parts for x in tensors.values())])
             return
-        # in the order of computation, so that the first one found is the origin
-        for component, tensors in [("values", {"x": self.values}), *reversed(named)]:
+        # in the order of computation: leaves are outermost first, so the first one is the origin
+        for component, tensors in [("values", {"x": self.values}), *reversed(parts)]:
             for name, tensor in tensors.items():
                 if not all_finite(tensor):
                     raise NonFiniteError(

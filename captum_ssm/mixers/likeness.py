@@ -104,11 +104,11 @@ PARTS = {
 
 def parts_of(module: nn.Module) -> frozenset[str]:
     """Return the names of a module's direct parameters, and of its children with parameters."""
-    inner = {name for name, part in module.named_children() if any(True for _ in part.parameters())}
-    return frozenset(inner | {name for name, _ in module.named_parameters(recurse=False)})
+    names = {name for name, part in module.named_children() if any(True for _ in part.parameters())}
+    return frozenset(names | {name for name, _ in module.named_parameters(recurse=False)})
 
 
-def nearest(name: str, parts: frozenset[str]) -> list[str]:
+def classes_with_parts(name: str, parts: frozenset[str]) -> list[str]:
     """Return full names of built-in classes with exactly these parts, most similar name first.
 
     Args:
@@ -116,17 +116,19 @@ def nearest(name: str, parts: frozenset[str]) -> list[str]:
         parts: names of the unknown mixer's parameters and submodules, from :func:`parts_of`.
     """
     known = next((names for row, names in PARTS.items() if parts == set(row.split())), "").split()
-    known.sort(key=lambda other: (_last(other) != name, -_likeness(name, _last(other))))
+    # the same class name first
+    known.sort(key=lambda x: (_class_name(x) != name, -_name_similarity(name, _class_name(x))))
+    # PARTS has class names or the ends of paths; BUILT_IN has whole paths
     paths = [line.class_path for line in BUILT_IN]
-    return [path for other in known for path in paths if f".{path}".endswith(f".{other}")]
+    return [path for end in known for path in paths if f".{path}".endswith(f".{end}")]
 
 
-def _last(path: str) -> str:
+def _class_name(path: str) -> str:
     return path.rsplit(".", 1)[-1]
 
 
-def _likeness(name: str, other: str) -> float:
-    """Return how similar class names without endings like Mixer are, or 0 if at most 1/2."""
-    one, another = (re.sub("(Attention|Mixer|Layer|Block)$", "", x) for x in (name, other))
-    ratio = SequenceMatcher(None, one, another).ratio()
+def _name_similarity(name: str, other: str) -> float:
+    """Return the similarity of two names without endings such as Mixer; 0 if it is at most 1/2."""
+    stem, other_stem = (re.sub("(Attention|Mixer|Layer|Block)$", "", x) for x in (name, other))
+    ratio = SequenceMatcher(None, stem, other_stem).ratio()
     return ratio if ratio > 0.5 else 0.0

@@ -41,7 +41,7 @@ Selected = tuple[Tensor, ...]
 
 def hf_mamba(module: Any, call: Call) -> LinearMixer:
     """Linearize transformers' MambaMixer, FalconMambaMixer or JambaMambaMixer."""
-    hidden, mask = hf_entering(module, call, silent=not _is_of_version_4(module))
+    hidden, mask = hf_entering(module, call, zero_padded=not _is_of_version_4(module))
     x, z = run(module.in_proj, hidden).chunk(2, -1)
     path = hf_activated(module, x, mask)
     selective_scan(path, module, called_dt=calls_dt_proj(module, z), norm=_normed)
@@ -50,7 +50,7 @@ def hf_mamba(module: Any, call: Call) -> LinearMixer:
 
 def hf_zamba(module: Any, call: Call) -> LinearMixer:
     """Linearize ZambaMambaMixer, whose in_proj alternates channels of x and z."""
-    hidden, mask = hf_entering(module, call, silent=not _is_of_version_4(module))
+    hidden, mask = hf_entering(module, call, zero_padded=not _is_of_version_4(module))
     x, z = torch.unflatten(run(module.in_proj, hidden), -1, (-1, 2)).unbind(-1)
     path = hf_activated(module, x, mask)
     path.scan(_zamba_scan(module, path.now), skip=module.D)

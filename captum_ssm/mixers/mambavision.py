@@ -30,7 +30,7 @@ from ..operators.reorder import Windowed
 from .base import Call, LinearMixer
 from .package_attention import timm_attention
 from .parts.common import entering, frozen, run
-from .parts.token_map import Reduction, TokenMap, square_windows
+from .parts.token_map import Downsampling, TokenMap, square_windows
 from .path import Path
 
 
@@ -83,12 +83,12 @@ def _on_the_map(linear: LinearMixer, call: Call) -> LinearMixer:
         linear,
         values=windows.merge(linear.values),
         operator=Windowed(linear.operator, windows, windows.padding(linear.values)),
-        map=TokenMap((height, width), windows, _reduction(layer, (height, width))),
+        map=TokenMap((height, width), windows, _downsampling(layer, (height, width))),
     )
 
 
-def _reduction(layer: Any, size: tuple[int, int]) -> Reduction | None:
+def _downsampling(layer: Any, size: tuple[int, int]) -> Downsampling | None:
     """Return the layer's down-sampling convolution, or None."""
     if layer.downsample is None:
         return None
-    return Reduction(next(iter(layer.downsample.reduction)), size)
+    return Downsampling(next(iter(layer.downsample.reduction)), size)

@@ -47,7 +47,7 @@ def timm_attention(module: Any, call: Call) -> LinearMixer:
     if call.argument("is_causal", 2):
         mask = seen_pairs(hidden.shape[1], hidden.device)
     if mask is not None:
-        mask = mask[(None,) * (4 - mask.dim())]
+        mask = mask[(None,) * (4 - mask.dim())]  # leading dimensions of size 1
     path = Path(values).attend(query, key, module.scale, mask)
     if getattr(module, "gate", None) is not None:
         path.gate(run(module.gate, hidden), torch.sigmoid)
@@ -56,7 +56,9 @@ def timm_attention(module: Any, call: Call) -> LinearMixer:
 
 def torch_attention(module: Any, call: Call) -> LinearMixer:
     """Linearize nn.MultiheadAttention; refuse calls other than self-attention."""
-    _refuse(module, [call.argument(name, i) for i, name in enumerate(("query", "key", "value"))])
+    _refuse_unless_self_attention(
+        module, [call.argument(name, i) for i, name in enumerate(("query", "key", "value"))]
+    )
     hidden, heads = entering(module, call), module.num_heads
     if module._qkv_same_embed_dim:
         weights = module.in_proj_weight.chunk(3)
@@ -67,15 +69,15 @@ def torch_attention(module: Any, call: Call) -> LinearMixer:
     query, key, values = (
         as_heads(linear(hidden, w, b), heads) for w, b in zip(weights, biases, strict=True)
     )
-    path = Path(values).attend(query, key, module.head_dim**-0.5, _mask(module, call, hidden))
+    path = Path(values).attend(query, key, module.head_dim**-0.5, _score_mask(module, call, hidden))
     return path.to(module.out_proj)
 
 
-def _refuse(module: Any, inputs: list[Tensor]) -> None:
+def _refuse_unless_self_attention(module: Any, inputs: list[Tensor]) -> None:
     """Raise UnsupportedMixerError unless the call is self-attention with the batch first."""
-    query, *others = inputs
+    query, *keys_and_values = inputs
     name = type(module).__name__
-    if any(x is not query and not _same(x, query) for x in others):
+    if any(x is not query and not _are_equal(x, query) for x in keys_and_values):
         raise UnsupportedMixerError(
             f"{name} is called on a query tensor that differs from its keys or values. Only "
             "self-attention is supported: pass the same tensor as query, key and value."
@@ -92,24 +94,25 @@ def _refuse(module: Any, inputs: list[Tensor]) -> None:
         )
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
+def _are_equal(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(x, y)
 
 
-def _mask(module: Any, call: Call, hidden: Tensor) -> Tensor | None:
+def _score_mask(module: Any, call: Call, hidden: Tensor) -> Tensor | None:
     """Return the mask term to add to the scores, broadcastable to (B, H, L, L), or None."""
     batch, tokens, _ = hidden.shape
     pairs, padding = call.argument("attn_mask", 5), call.argument("key_padding_mask", 3)
-    added = []
+    terms = []
     if pairs is not None:
-        size = (tokens, tokens) if pairs.dim() == 2 else (-1, module.num_heads, tokens, tokens)
-        added.append(_score_term(pairs, hidden).view(size))
+        # torch takes (L, L) or (B H, L, L)
+        shape = (tokens, tokens) if pairs.dim() == 2 else (-1, module.num_heads, tokens, tokens)
+        terms.append(_score_term(pairs, hidden).view(shape))
     if padding is not None:
-        added.append(_score_term(padding, hidden).view(batch, 1, 1, tokens))
-    if not added:
+        terms.append(_score_term(padding, hidden).view(batch, 1, 1, tokens))
+    if not terms:
         return None
-    total = sum(added[1:], added[0])
-    return total[(None,) * (4 - total.dim())]
+    total = sum(terms[1:], terms[0])
+    return total[(None,) * (4 - total.dim())]  # leading dimensions of size 1
 
 
 def _score_term(mask: Tensor, hidden: Tensor) -> Tensor:
@@ -123,36 +126,36 @@ def mamba_ssm_attention(module: Any, call: Call) -> LinearMixer:
     """Linearize mamba_ssm's MHA: softmax attention, after a convolution in some models."""
     call.refuse_cache("inference_params", position=1)
     projected = run(module.in_proj, entering(module, call, "x"))
-    beside, head, shared = module.mlp_dim // 2, module.head_dim, module.num_heads_kv
-    queries, width = module.num_heads * head, shared * head
-    sizes = [queries + 2 * width, beside, beside]
+    mlp_width, head, kv_heads = module.mlp_dim // 2, module.head_dim, module.num_heads_kv
+    query_width, width = module.num_heads * head, kv_heads * head
+    sizes = [query_width + 2 * width, mlp_width, mlp_width]
     projected, up, gate = torch.split(projected, sizes, -1)
-    unmixed, groups, path = up * F.silu(gate), module.num_heads // shared, Path(projected)
+    mlp, group, path = up * F.silu(gate), module.num_heads // kv_heads, Path(projected)
     if module.d_conv > 0:
         path.conv(module.conv1d)
-    query, key, _ = torch.split(path.now.squeeze(-1), [queries, width, width], -1)
+    query, key, _ = torch.split(path.now.squeeze(-1), [query_width, width, width], -1)
     query, key = (as_heads(x, x.shape[-1] // head) for x in (query, key))
     if module.rotary_emb_dim > 0:
-        query, key = (_rotated(x, module) for x in (query, key))
-    path, key = path.narrow(-width, width, shared).repeat(groups), key.repeat_interleave(groups, 2)
+        query, key = (_rotate(x, module) for x in (query, key))
+    path, key = path.narrow(-width, width, kv_heads).repeat(group), key.repeat_interleave(group, 2)
     mask = seen_pairs(key.shape[1], key.device) if module.causal else None
     scale = head**-0.5 if module.softmax_scale is None else module.softmax_scale
     path.attend(query, key, scale, mask)
-    return path.to(lambda y: run(module.out_proj, torch.cat([y, unmixed], -1)))
+    return path.to(lambda y: run(module.out_proj, torch.cat([y, mlp], -1)))
 
 
-def _rotated(x: Tensor, module: Any) -> Tensor:
-    """Apply the module's rotary embedding to the first channels of each head (B, L, H, N)."""
-    rotary, turned = module.rotary_emb, module.rotary_emb_dim
-    counted = torch.arange(0, turned, 2, device=x.device, dtype=torch.float32)
-    rate = rotary.base ** -(counted / turned)
+def _rotate(x: Tensor, module: Any) -> Tensor:
+    """Apply the module's rotary embedding to the first N' channels of each head (B, L, H, N)."""
+    rotary, rotated_width = module.rotary_emb, module.rotary_emb_dim
+    even_channels = torch.arange(0, rotated_width, 2, device=x.device, dtype=torch.float32)
+    rate = rotary.base ** -(even_channels / rotated_width)
     angle = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)[:, None, None] * rate
     cos, sin = angle.cos().to(x), angle.sin().to(x)  # (L, 1, N' / 2)
-    moved, rest = torch.split(x, [turned, x.shape[-1] - turned], -1)
+    to_rotate, rest = torch.split(x, [rotated_width, x.shape[-1] - rotated_width], -1)
     if rotary.interleaved:
-        a, b = torch.unflatten(moved, -1, (-1, 2)).unbind(-1)
-        pairs = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+        a, b = torch.unflatten(to_rotate, -1, (-1, 2)).unbind(-1)
+        rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
     else:
-        a, b = moved.chunk(2, -1)
-        pairs = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    return torch.cat([pairs, rest], -1)
+        a, b = to_rotate.chunk(2, -1)
+        rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return torch.cat([rotated, rest], -1)

@@ -52,6 +52,7 @@ class Path:
         self.shape = Shape(*self.values.shape)
         self.parts: list[Operator] = []
         self._now = self.values
+        #: Operators that :attr:`now` has yet to apply to ``_now``, the first one first.
         self._pending: list[Operator] = []
         #: Whether padded tokens are zero now.
         self._is_silent = mask is None
@@ -73,7 +74,7 @@ class Path:
         for operator in operators:
             self.parts.insert(0, operator)
             self._pending.append(operator)
-            self._is_silent &= isinstance(operator, Diagonal)
+            self._is_silent &= isinstance(operator, Diagonal)  # others may move or add values
         return self
 
     def scale(self, factor: Tensor, component: str | None = None, **options: Any) -> Path:
@@ -96,10 +97,10 @@ class Path:
 
     def conv(self, module: nn.Conv1d) -> Path:
         """Apply a depthwise causal convolution; :func:`causal_conv` documents padded tokens."""
-        leaky = None if self._is_silent else self.mask
-        operator, now = causal_conv(module, self.now, leaky, self.shape)
-        self.silence().then(operator)
-        self._now, self._pending = now, []
+        mask = None if self._is_silent else self.mask
+        operator, output = causal_conv(module, self.now, mask, self.shape)
+        self.silence().then(operator)  # its constant includes the values silenced here
+        self._now, self._pending = output, []  # computed already
         return self
 
     def act(self, function: Callable[[Tensor], Tensor] = F.silu, live: bool = False) -> Path:
@@ -109,11 +110,11 @@ class Path:
             function: the activation function. Default: SiLU.
             live: whether gradients of :attr:`now` use ``function``, not the ratio. Default: False.
         """
-        before, kind = self.now, "silu" if function is F.silu else type(function).__name__
-        name = kind.removesuffix("Activation").lower()
-        self.scale(activation_ratio(function, name, before), "activation")
+        u, class_name = self.now, "silu" if function is F.silu else type(function).__name__
+        name = class_name.removesuffix("Activation").lower()  # transformers has SiLUActivation
+        self.scale(activation_ratio(function, name, u), "activation")
         if live:
-            self._now, self._pending = function(before), []
+            self._now, self._pending = function(u), []
         return self
 
     def scan(self, *operators: Operator, skip: Tensor | None = None) -> Path:
@@ -135,7 +136,7 @@ class Path:
             query, key: queries and keys (B, L, H, N).
             scaling, pairs: factor and mask of the scores, as in :func:`softmax_attention`.
         """
-        vectors = query.transpose(1, 2), key.transpose(1, 2)
+        vectors = query.transpose(1, 2), key.transpose(1, 2)  # (B, H, L, N)
         operator, self.mask = softmax_attention(*vectors, self.values, scaling, pairs)
         return self.then(operator)
 
@@ -152,11 +153,13 @@ class Path:
             back: function that applies the backward direction's steps, on reversed tokens.
             share: factor of each direction. Default: 1.0.
         """
-        turn = flip(self.shape, self.values.device)
-        one, other = ahead(Path(self.now)), back(Path(turn.apply(self.now)))
+        reversal = flip(self.shape, self.values.device)
+        forward, backward = ahead(Path(self.now)), back(Path(reversal.apply(self.now)))
         # without a component, so that restricting components keeps the factor
-        part = Diagonal(self.values.new_full((1, 1, 1, 1), share), self.shape)
-        return self.then(Sum(Chain(part, *one.parts), Chain(turn, part, *other.parts, turn)))
+        factor = Diagonal(self.values.new_full((1, 1, 1, 1), share), self.shape)
+        return self.then(
+            Sum(Chain(factor, *forward.parts), Chain(reversal, factor, *backward.parts, reversal))
+        )
 
     def rms_norm(self, weight: Tensor | None, eps: float, groups: int | None = None) -> Path:
         """Apply an RMSNorm, frozen as a scale.
@@ -166,10 +169,10 @@ class Path:
             eps: number added to the mean square.
             groups: number of groups normalized separately. Default: None, one per head.
         """
-        x = as_heads(self.now.flatten(2), groups or self.shape.heads)
+        x = as_heads(self.now.flatten(2), groups or self.shape.heads)  # by group
         factor = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
         if factor.shape[2] not in (1, self.shape.heads):
-            factor = factor.expand_as(x).reshape(self.shape)
+            factor = factor.expand_as(x).reshape(self.shape)  # from groups to heads
         if weight is not None:
             sizes = self.shape[3:] if len(weight) == self.shape.per_head else self.shape[2:]
             factor = factor * weight.to(x).view(sizes)
@@ -185,24 +188,26 @@ class Path:
             eps: number added to the variance.
             across: whether to apply one norm over all heads. Default: False.
         """
-        over = (-2, -1) if across else (-1,)
-        scale = torch.rsqrt(self.now.var(over, correction=0, keepdim=True) + eps)
+        dims = (-2, -1) if across else (-1,)
+        scale = torch.rsqrt(self.now.var(dims, correction=0, keepdim=True) + eps)
         self.then(HeadCentering(self.shape, self.values, across=across)).scale(scale, "norm")
         if weight is None:
             return self
-        taps = frozen(weight, self.values).view(*self.shape[2:], 1)  # one: the affine part
+        taps = frozen(weight, self.values).view(*self.shape[2:], 1)
         constant = None if bias is None else frozen(bias, self.values).view(1, 1, *self.shape[2:])
+        # one tap per channel: a Diagonal would have no place for the bias
         return self.then(ShortConv(taps, self.shape, constant, component="norm"))
 
     def gate(self, z: Tensor, act: Callable[[Tensor], Tensor] = F.silu) -> Path:
         """Multiply by the gate act(z), for ``z`` (B, L, C) or (B, L, H, P)."""
         is_torch = act in (F.silu, torch.sigmoid) or isinstance(act, nn.Module)
-        device = "cpu" if is_torch else z.device  # custom kernels need z's device
+        # on the CPU float() does not wait for a GPU; custom kernels need z's device
+        device = "cpu" if is_torch else z.device
         at_rest = float(act(torch.zeros(1, 1, dtype=z.dtype, device=device)))
         return self.scale(act(z), "gate", at_rest=at_rest)
 
     def narrow(self, start: int, length: int, heads: int) -> Path:
-        """Return a new Path with some of the channels, viewed as heads.
+        """Return a new Path with some of the channels, viewed as heads; until now P = 1.
 
         Args:
             start: first channel; negative numbers count from the end.
@@ -210,10 +215,10 @@ class Path:
             heads: number of heads that these channels form.
         """
         first = start % self.shape.heads
-        taken = slice(first, first + length)
-        path = Path(self.values[:, :, taken, 0], self.mask, heads)
-        path.parts = [_narrowed(part, taken, path.shape) for part in self.parts]
-        path._now, path._is_silent = as_heads(self.now[:, :, taken, 0], heads), self._is_silent
+        channels = slice(first, first + length)
+        path = Path(self.values[:, :, channels, 0], self.mask, heads)
+        path.parts = [_narrow(operator, channels, path.shape) for operator in self.parts]
+        path._now, path._is_silent = as_heads(self.now[:, :, channels, 0], heads), self._is_silent
         return path
 
     def repeat(self, times: int) -> Path:
@@ -221,8 +226,8 @@ class Path:
         if times == 1:
             return self
         path = Path(self.values.repeat_interleave(times, 2), self.mask)
-        heads = [head for head in range(self.shape.heads) for _ in range(times)]
-        path.parts = [part.select(heads) for part in self.parts]
+        original_heads = [head for head in range(self.shape.heads) for _ in range(times)]
+        path.parts = [operator.select(original_heads) for operator in self.parts]
         path._now, path._is_silent = self.now.repeat_interleave(times, 2), self._is_silent
         return path
 
@@ -235,25 +240,26 @@ class Path:
         """
         operator = Chain(*self.parts) if len(self.parts) > 1 else self.parts[0]
 
-        def out(y: Tensor) -> Tensor:
+        def project_heads(y: Tensor) -> Tensor:
             y = y.flatten(2)
             return run(project, y) if isinstance(project, nn.Module) else project(y)
 
-        return LinearMixer(self.values, operator, out, self.mask, **options)
+        return LinearMixer(self.values, operator, project_heads, self.mask, **options)
 
 
-def _narrowed(part: Operator, taken: slice, shape: Shape) -> Operator:
+def _narrow(operator: Operator, channels: slice, shape: Shape) -> Operator:
     """Restrict a diagonal or a short convolution to some channels, viewed as heads."""
 
     def cut(x: Tensor) -> Tensor:
-        return x[:, :, taken].reshape(*x.shape[:2], *shape[2:]) if x.shape[2] > 1 else x
+        # one entry is the same for all channels
+        return x[:, :, channels].reshape(*x.shape[:2], *shape[2:]) if x.shape[2] > 1 else x
 
-    if isinstance(part, Diagonal):
-        return Diagonal(cut(part.weight), shape, part.component, part.data_dependent)
-    if not isinstance(part, ShortConv):
+    if isinstance(operator, Diagonal):
+        return Diagonal(cut(operator.weight), shape, operator.component, operator.data_dependent)
+    if not isinstance(operator, ShortConv):
         raise TypeError(
-            f"narrow() cannot cut {type(part).__name__}. Call narrow() before all steps except "
+            f"narrow() cannot cut {type(operator).__name__}. Call narrow() before all steps except "
             "scale(), act(), gate() and conv()."
         )
-    bias = None if part.bias is None else cut(part.bias)
-    return ShortConv(part.weight[taken].view(*shape[2:], -1), shape, bias, part.lags)
+    bias = None if operator.bias is None else cut(operator.bias)
+    return ShortConv(operator.weight[channels].view(*shape[2:], -1), shape, bias, operator.lags)

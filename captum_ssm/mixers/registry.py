@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import OptionError, UnsupportedMixerError
 from .base import Linearize
-from .likeness import nearest, parts_of
+from .likeness import classes_with_parts, parts_of
 from .table import ADAPTERS, BUILT_IN, Architecture, Joins
 
 #: Entry points of installed packages: functions without arguments that call register_mixer().
@@ -25,7 +25,7 @@ _architectures = {architecture.class_path: architecture for architecture in BUIL
 _adapters: dict[str, Linearize | str] = {**ADAPTERS}
 
 #: Largest number of families to name in an error.
-_SHOWN = 12
+_FAMILIES_SHOWN = 12
 
 #: Class names of token mixers; used only to refuse modules that have no adapter.
 _MIXER_NAME = re.compile(
@@ -35,7 +35,7 @@ _MIXER_NAME = re.compile(
 )
 
 #: A package that exports only mixers, also with names that do not match the pattern (Raven, MoBA).
-_MIXERS = "fla.layers"
+_MIXER_PACKAGE = "fla.layers"
 
 
 def register_mixer(
@@ -80,43 +80,44 @@ def register_mixer(
             f"register_mixer got mixer={mixer!r}, linearize={linearize!r}. Pass a class or its "
             "full name 'package.module.Class', and a function, or like= with a supported class."
         )
-    package, name = path.split(".")[0], _name(path)
+    package, name = path.split(".")[0], _class_name(path)
     if like is None:
         assert linearize is not None
-        own = Architecture(family or name, package, path, joins=joins or "residual")
-        _architectures[path], _adapters[path] = own, linearize
+        architecture = Architecture(family or name, package, path, joins=joins or "residual")
+        _architectures[path], _adapters[path] = architecture, linearize
         return
     if linearize is not None:
         raise OptionError(
             f"register_mixer got both linearize={linearize!r} and like={like!r}. Pass only one of "
             "them; like= uses the adapter of the class that it names."
         )
-    served = _class_named(like)
-    known = _architectures[served]
+    like_path = _registered_path(like)
+    original = _architectures[like_path]
     _architectures[path] = Architecture(
-        family or known.family, package, path, joins=joins or known.joins, like=served
+        family or original.family, package, path, joins=joins or original.joins, like=like_path
     )
-    _adapters[path] = _adapters[served]
+    _adapters[path] = _adapters[like_path]
 
 
-def _class_named(like: type[nn.Module] | str) -> str:
+def _registered_path(like: type[nn.Module] | str) -> str:
     """Return the full name of the registered class that ``like`` names, or raise OptionError."""
     if not isinstance(like, str):
-        found = [path for cls in like.__mro__ if (path := class_path(cls)) in _adapters][:1]
+        # the class itself, or its nearest base class that has an adapter
+        paths = [path for cls in like.__mro__ if (path := class_path(cls)) in _adapters][:1]
     elif like in _adapters:
-        found = [like]
+        paths = [like]
     else:
-        found = [path for path, a in _architectures.items() if a.family.lower() == like.lower()]
-    if len(found) == 1:
-        return found[0]
-    if found:
+        paths = [path for path, a in _architectures.items() if a.family.lower() == like.lower()]
+    if len(paths) == 1:
+        return paths[0]
+    if paths:
         raise OptionError(
-            f"like={like!r} is a family with {len(found)} classes. Pass one of these names: "
-            f"{', '.join(map(repr, found))}."
+            f"like={like!r} is a family with {len(paths)} classes. Pass one of these names: "
+            f"{', '.join(map(repr, paths))}."
         )
     raise OptionError(
         f"like={like!r} is neither a supported class, nor the full name of one, nor a family. Pass "
-        f"one of these. {what_is_served()}"
+        f"one of these. {adapter_advice()}"
     )
 
 
@@ -131,7 +132,7 @@ def supported_architectures() -> list[Architecture]:
         >>> supported_architectures()[0].class_path
         'transformers.models.mamba.modeling_mamba.MambaMixer'
     """
-    _register_installed()
+    _call_entry_points()
     return list(_architectures.values())
 
 
@@ -141,31 +142,36 @@ def adapter_for(module: nn.Module) -> tuple[Architecture, Linearize] | None:
     Remote code of a model on the Hugging Face Hub is often a copy of a supported class.  A class
     there with the same name and parts uses the same adapter, and its operator is checked as usual.
     """
-    _register_installed()
+    _call_entry_points()
     for cls in type(module).__mro__:
         path = class_path(cls)
         adapter = _adapters.get(path)
         if adapter is not None:
-            return _architectures[path], _load(adapter)
+            return _architectures[path], _import_adapter(adapter)
     for cls in type(module).__mro__:
         path = class_path(cls)
-        if path.startswith(_OF_THE_HUB):
-            same = [x for x in nearest(cls.__name__, parts_of(module)) if _name(x) == cls.__name__]
+        if path.startswith(_HUB_CODE):
+            same = [
+                x
+                for x in classes_with_parts(cls.__name__, parts_of(module))
+                if _class_name(x) == cls.__name__
+            ]
             if len(same) == 1 and same[0] in _adapters:
-                own = replace(_architectures[same[0]], class_path=path, like=same[0])
-                return own, _load(_adapters[same[0]])
+                architecture = replace(_architectures[same[0]], class_path=path, like=same[0])
+                return architecture, _import_adapter(_adapters[same[0]])
     return None
 
 
 @functools.cache
-def _installed() -> list[EntryPoint]:
+def _uncalled_entry_points() -> list[EntryPoint]:
+    """Return the list of entry points; :func:`_call_entry_points` removes those that it calls."""
     return list(entry_points(group=ENTRY_POINTS))
 
 
-def _register_installed() -> None:
+def _call_entry_points() -> None:
     """Call the functions that installed packages name for :data:`ENTRY_POINTS`, once each."""
-    while _installed():
-        entry = _installed().pop()
+    while _uncalled_entry_points():
+        entry = _uncalled_entry_points().pop()  # first, because the call may come back here
         try:
             entry.load()()
         except Exception as error:
@@ -176,17 +182,17 @@ def _register_installed() -> None:
             )
 
 
-def is_own(cls: type) -> bool:
+def is_built_in(cls: type) -> bool:
     """Return True if the adapter of a class is built in, False if a user registered it."""
     path = class_path(cls)
     return path in ADAPTERS and _adapters[path] == ADAPTERS[path]
 
 
 #: Package in which transformers imports remote code of models on the Hugging Face Hub.
-_OF_THE_HUB = "transformers_modules."
+_HUB_CODE = "transformers_modules."
 
 
-def _name(path: str) -> str:
+def _class_name(path: str) -> str:
     return path.rsplit(".", 1)[-1]
 
 
@@ -199,33 +205,36 @@ def looks_like_a_mixer(module: nn.Module) -> bool:
     """Return True if a module's class name or package suggests that it mixes tokens."""
     if _MIXER_NAME.search(type(module).__name__) is not None:
         return True
-    exported = sys.modules.get(_MIXERS)
-    return any(getattr(exported, cls.__name__, None) is cls for cls in type(module).__mro__)
+    package = sys.modules.get(_MIXER_PACKAGE)  # None, without attributes, if not imported
+    return any(getattr(package, cls.__name__, None) is cls for cls in type(module).__mro__)
 
 
 def refusal(name: str, module: nn.Module, *, others: bool = False) -> UnsupportedMixerError:
-    """Return the error for a module that looks like a mixer and has no adapter."""
-    kind = class_path(type(module))
-    place = f"The module {name!r} of class {kind}" if name else f"The model itself, a {kind},"
-    ran, way_out = "", ""
+    """Return the error for a module that looks like a mixer and has no adapter.
+
+    ``name`` is empty for the model itself; ``others`` tells whether other mixers have adapters.
+    """
+    path = class_path(type(module))
+    place = f"The module {name!r} of class {path}" if name else f"The model itself, a {path},"
+    and_ran, without_it = "", ""
     if others:
-        ran = ", and it ran"
-        way_out = " To explain the run without it, name the mixers to use with layers=[...]."
+        and_ran = ", and it ran"
+        without_it = " To explain the run without it, name the mixers to use with layers=[...]."
     return UnsupportedMixerError(
-        f"{place} mixes tokens and has no adapter{ran}. {proposal(module)}{what_is_served()}"
-        f"{way_out}"
+        f"{place} mixes tokens and has no adapter{and_ran}. {proposal(module)}{adapter_advice()}"
+        f"{without_it}"
     )
 
 
 def proposal(module: nn.Module) -> str:
     """Return a sentence that proposes register_mixer() for a copy of a known mixer, or ""."""
-    for part in module.modules():
-        known = nearest(type(part).__name__, parts_of(part))
-        if known and adapter_for(part) is None:
-            path = class_path(type(part))
+    for submodule in module.modules():
+        classes = classes_with_parts(type(submodule).__name__, parts_of(submodule))
+        if classes and adapter_for(submodule) is None:
+            path = class_path(type(submodule))
             return (
-                f"{path} has the parts of {known[0]}. If it is a copy of that class, call "
-                f"register_mixer({path!r}, like={known[0]!r}); whether it computes the same is "
+                f"{path} has the parts of {classes[0]}. If it is a copy of that class, call "
+                f"register_mixer({path!r}, like={classes[0]!r}); whether it computes the same is "
                 "checked when it is used. "
             )
     return ""
@@ -241,23 +250,23 @@ def how_to() -> str:
     return f"{address}/blob/main/{page}" if address else page
 
 
-def what_is_served() -> str:
+def adapter_advice() -> str:
     """Return two sentences for errors: how to add an adapter, and which families have one."""
     families = list(dict.fromkeys(a.family for a in supported_architectures()))
-    more = len(families) - _SHOWN
-    rest = f" and {more} more, which supported_architectures() lists" if more > 0 else ""
+    hidden = len(families) - _FAMILIES_SHOWN
+    ending = f" and {hidden} more, which supported_architectures() lists" if hidden > 0 else ""
     return (
         f"{how_to()} shows how to write an adapter and register it with register_mixer(). "
-        f"Supported families are {', '.join(families[:_SHOWN])}{rest}."
+        f"Supported families are {', '.join(families[:_FAMILIES_SHOWN])}{ending}."
     )
 
 
-def _load(adapter: Linearize | str) -> Linearize:
+def _import_adapter(adapter: Linearize | str) -> Linearize:
     """Return the adapter function, imported if ``adapter`` is a name ``"module:function"``."""
     if not isinstance(adapter, str):
         return adapter
     module, function = adapter.split(":")
-    loaded: Callable[..., object] = getattr(
+    linearize: Callable[..., object] = getattr(
         importlib.import_module(f"{__package__}.{module}"), function
     )
-    return loaded  # type: ignore[return-value]
+    return linearize  # type: ignore[return-value]

@@ -21,7 +21,7 @@ from torch import nn
 from ..operators import Chain, Operator, Permute, SelectiveScan, ShortConv
 from .base import Call, LinearMixer
 from .parts.common import entering, frozen, linear, run
-from .parts.token_map import Reduction, TokenMap
+from .parts.token_map import Downsampling, TokenMap
 from .path import Path
 
 
@@ -42,7 +42,7 @@ def ss2d(module: Any, call: Call) -> LinearMixer:
         path.act(module.out_act)
     if z is not None:
         path.gate(z, module.act if module.form.gate_act else nn.Identity())
-    return path.to(module.out_proj, map=TokenMap(size, None, _reduction(call, size)))
+    return path.to(module.out_proj, map=TokenMap(size, None, _downsampling(call, size)))
 
 
 def _conv(conv: nn.Conv2d, path: Path, width: int) -> ShortConv:
@@ -70,10 +70,10 @@ def _scans(module: Any, path: Path, size: tuple[int, int]) -> list[Operator]:
     return terms
 
 
-def _reduction(call: Call, size: tuple[int, int]) -> Reduction | None:
+def _downsampling(call: Call, size: tuple[int, int]) -> Downsampling | None:
     """Return the down-sampling convolution to the next, coarser map, or None after the last map."""
     stage: Any = next((m for m in call.around if hasattr(m, "downsample")), None)
     if stage is None:
         return None
     coarser = next((m for m in stage.downsample.modules() if hasattr(m, "kernel_size")), None)
-    return None if coarser is None else Reduction(coarser, size)
+    return None if coarser is None else Downsampling(coarser, size)

@@ -12,12 +12,12 @@ from torch import nn
 from ..errors import ModelNotFoundError, NoMixerError
 from ..mixers.base import Linearize
 from ..mixers.registry import (
+    adapter_advice,
     adapter_for,
     class_path,
     looks_like_a_mixer,
     proposal,
     refusal,
-    what_is_served,
 )
 from ..mixers.table import Architecture
 from .reach import reachable
@@ -236,7 +236,7 @@ def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = Non
             raise refusal(name, module)
         raise NoMixerError(
             f"No token mixer was found in {class_path(type(model))}, or none that has an adapter. "
-            f"{proposal(model)}{what_is_served()}"
+            f"{proposal(model)}{adapter_advice()}"
         )
     return found
 

@@ -23,7 +23,7 @@ from captum_ssm.errors import (
     UnsupportedMixerError,
 )
 from captum_ssm.mixers import registry
-from captum_ssm.mixers.likeness import nearest, parts_of
+from captum_ssm.mixers.likeness import classes_with_parts, parts_of
 
 MAMBA = "transformers.models.mamba.modeling_mamba.MambaMixer"
 FALCON = "transformers.models.falcon_mamba.modeling_falcon_mamba.FalconMambaMixer"
@@ -130,7 +130,7 @@ def test_the_line_that_is_proposed_serves() -> None:
 def test_the_likest_name_is_proposed() -> None:
     parts = parts_of(transformers_model("mamba").backbone.layers[0].mixer)
     names = {"TinyFalconMixer": FALCON, "FalconMambaMixer": FALCON, "Mixer": MAMBA}
-    assert all(nearest(name, parts)[0] == first for name, first in names.items())
+    assert all(classes_with_parts(name, parts)[0] == first for name, first in names.items())
     with pytest.raises(NoMixerError, match=r"MambaCell', like='transformers\.models\.mamba"):
         explain(copied("MambaCell"))  # which does not look like a mixer
 

@@ -42,7 +42,7 @@ def declared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
     def install(code: str) -> None:
         declare(tmp_path, monkeypatch, registry.ENTRY_POINTS, "own = declaring:register", code)
-        registry._installed.cache_clear()
+        registry._uncalled_entry_points.cache_clear()
 
     return install
 

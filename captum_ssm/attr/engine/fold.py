@@ -147,19 +147,19 @@ def carry(row: Tensor, later: Layer, earlier: Layer) -> Tensor:
     """Convert relevance (B, L) of one layer's tokens to the tokens of an earlier layer.
 
     If the network merged tokens of a 2-D grid between the layers, each merged token's relevance is
-    divided among its sources; see :meth:`captum_ssm.mixers.parts.token_map.Reduction.spread`.
+    divided among its sources; see :meth:`captum_ssm.mixers.parts.token_map.Downsampling.spread`.
     """
     if later is earlier or later.tokens == earlier.tokens:
         return row
     finer, coarser = earlier.map, later.map
-    reduction = None if finer is None else finer.reduction
-    if reduction is None or coarser is None or reduction.reduced != coarser.size:
+    downsampling = None if finer is None else finer.downsampling
+    if downsampling is None or coarser is None or downsampling.coarser_size != coarser.size:
         raise InputError(
             f"Layer {earlier.name!r} mixes {earlier.tokens} tokens, but layer {later.name!r} mixes "
             f"{later.tokens}, and the map between these tokens is not known. Pass layers=[...] "
             "with only layers of one token count."
         )
-    return reduction.spread(row)
+    return downsampling.spread(row)
 
 
 def stages(layers: Sequence[Layer]) -> list[list[Layer]]:

@@ -76,28 +76,28 @@ def widened(module: nn.Module, like: Tensor) -> nn.Module:
         module: the module; a module without half-precision weights is returned unchanged.
         like: a tensor with the wanted dtype, on the device of the module.
     """
-    half = (torch.float16, torch.bfloat16)
-    if not any(p.dtype in half for p in module.parameters()):
+    half_dtypes = (torch.float16, torch.bfloat16)
+    if not any(p.dtype in half_dtypes for p in module.parameters()):
         return module
-    # other modules, such as PEFT's, may convert their input to the dtype of a weight
-    parts = list(module.modules())
-    plain = all(type(part).__module__.startswith("torch.nn.") for part in parts)
-    shared = [
-        part
-        for part in parts
-        if plain and type(part) is nn.Linear and wide_products.serves(like, part.weight)
+    # a module of another package, such as PEFT, may convert its input to the dtype of a weight
+    submodules = list(module.modules())
+    is_torch_code = all(type(layer).__module__.startswith("torch.nn.") for layer in submodules)
+    shared_layers = [
+        layer
+        for layer in submodules
+        if is_torch_code and type(layer) is nn.Linear and wide_products.serves(like, layer.weight)
     ]
-    # deepcopy treats objects in ``copies`` as copied, so it does not copy shared weights
-    copies: dict[int, Any] = {id(part.weight): None for part in shared}
-    twin = copy.deepcopy(module, copies).to(like.dtype)
-    for part in shared:
-        copies[id(part)].weight = part.weight
-        copies[id(part)].forward = _product_of(part.weight, copies[id(part)].bias)
-    return twin
+    # deepcopy treats objects in ``copies`` as copied, and adds those that it copies
+    copies: dict[int, Any] = {id(layer.weight): None for layer in shared_layers}
+    wide_module = copy.deepcopy(module, copies).to(like.dtype)
+    for layer in shared_layers:
+        copies[id(layer)].weight = layer.weight
+        copies[id(layer)].forward = _linear_map(layer.weight, copies[id(layer)].bias)
+    return wide_module
 
 
-def _product_of(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    return lambda x: linear(x, weight, bias)
+def _linear_map(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    return lambda x: linear(x, weight, bias)  # a function, so that a loop does not change `weight`
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -184,6 +184,7 @@ def activation_ratio(act: Callable[[Tensor], Tensor], name: str, u: Tensor) -> T
             f"The activation {name!r} is {float(at_zero.detach()):.3g} at 0, so act(u) / u "
             "does not exist there. Use a model whose activation is 0 at 0, such as SiLU or GELU."
         )
+    # the inner where avoids 0 / 0
     return torch.where(u == 0, slope, act(u) / torch.where(u == 0, torch.ones_like(u), u))
 
 
@@ -216,13 +217,14 @@ def padding_mask(
         mask: the mask, broadcastable to (B, L).
         x: the sequence (B, L, E).
         kind: class of the module that computed the mask from ``original``. Default: None.
-        original: the call's mask, under whose address results are cached. Default: None, ``mask``.
+        original: the call's mask; all mixers share it, so the result is read from a GPU only once.
+            Default: None, ``mask``.
     """
     if mask is None:
         return None
-    keep = mask.to(x.device).bool().expand(x.shape[:2])
-    of = mask if original is None else original
-    return None if read_once(("padding", kind), lambda: bool(keep.all()), of) else keep
+    is_real = mask.to(x.device).bool().expand(x.shape[:2])
+    passed = mask if original is None else original
+    return None if read_once(("padding", kind), lambda: bool(is_real.all()), passed) else is_real
 
 
 def entering(module: nn.Module, call: Call, name: str | None = None) -> Tensor:
@@ -238,7 +240,7 @@ def entering(module: nn.Module, call: Call, name: str | None = None) -> Tensor:
 
 
 def hf_entering(
-    module: nn.Module, call: Call, cache: str = "cache_params", silent: bool = True
+    module: nn.Module, call: Call, cache: str = "cache_params", zero_padded: bool = True
 ) -> tuple[Tensor, Tensor | None]:
     """Return the input (B, L, E) of a mixer of transformers, and the mask of real tokens.
 
@@ -246,13 +248,13 @@ def hf_entering(
         module: the mixer.
         call: the mixer's recorded call; a cache is refused.
         cache: name of the cache argument. Default: ``"cache_params"``.
-        silent: whether to set padded tokens to zero. Default: True.
+        zero_padded: whether to set padded tokens to zero. Default: True.
     """
     call.refuse_cache(cache, position=1)
     hidden = entering(module, call)
-    original, heeded = applied_mask(module, call)
-    mask = padding_mask(heeded, hidden, type(module), original)
-    return zeroed(hidden, mask if silent else None), mask
+    passed, applied = applied_mask(module, call)
+    mask = padding_mask(applied, hidden, type(module), passed)
+    return zeroed(hidden, mask if zero_padded else None), mask
 
 
 def applied_mask(module: nn.Module, call: Call) -> tuple[Tensor | None, Tensor | None]:
@@ -265,16 +267,16 @@ def applied_mask(module: nn.Module, call: Call) -> tuple[Tensor | None, Tensor |
         call: the mixer's recorded call.
     """
     names = list(inspect.signature(type(module).forward).parameters)
-    # a subclass may pass its arguments on without naming them
-    place = names.index("attention_mask") - 1 if "attention_mask" in names else _MASK
-    mask: Tensor | None = call.argument("attention_mask", place)
+    # a subclass may pass its arguments on without naming them; 1 is subtracted for `self`
+    position = names.index("attention_mask") - 1 if "attention_mask" in names else _MASK
+    mask: Tensor | None = call.argument("attention_mask", position)
     code = sys.modules[type(module).__module__]
-    silence = getattr(code, "apply_mask_to_padding_states", None)
-    if mask is None or silence is None:
+    mask_padding = getattr(code, "apply_mask_to_padding_states", None)
+    if mask is None or mask_padding is None:
         return mask, mask
     # applied to ones, the module's function returns the mask that it applies
     ones = torch.ones(*call.hidden_states.shape[:2], 1, device=mask.device)
-    return mask, silence(ones, mask)[..., 0]
+    return mask, mask_padding(ones, mask)[..., 0]
 
 
 def as_heads(x: Tensor, heads: int | None = None) -> Tensor:
@@ -335,7 +337,7 @@ def causal_conv(
         True
     """
     taps = conv.weight.flip(-1).to(values)[:, 0]  # by lag
-    shared = shape.heads * shape.per_head // len(taps)
+    shared = shape.heads * shape.per_head // len(taps)  # heads that share a filter
     weight = taps.view(-1, shape.per_head, taps.shape[1]).repeat_interleave(shared, 0)
     bias: Tensor | None = None
     if conv.bias is not None:
@@ -346,6 +348,7 @@ def causal_conv(
     if mask is None:
         return operator, operator.affine(values)
     output = operator.affine(values)
+    # apply() leaves out the bias that `operator` adds
     leaked = operator.apply(values * ~mask[:, :, None, None])
     constant = leaked if bias is None else leaked + bias
     return ShortConv(weight, shape, constant, lags), output

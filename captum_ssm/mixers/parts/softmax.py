@@ -44,9 +44,9 @@ def softmax_attention(
         [[[1.0, 0.0], [0.5, 0.5]]]
     """
     shape = Shape(*values.shape)
-    hidden = None if mask is None else _hidden(mask)
+    hidden = None if mask is None else _is_hidden(mask)
 
-    def computed(query: Tensor, key: Tensor) -> Tensor:
+    def softmax(query: Tensor, key: Tensor) -> Tensor:
         # in place, because allocating a tensor of this size takes longer than filling it
         scores = (query @ key.mT).mul_(scaling)
         if mask is None:
@@ -58,28 +58,28 @@ def softmax_attention(
         return scores.softmax(-1).nan_to_num_(0)  # NaN: a row of nothing but -inf
 
     def probabilities(query: Tensor, key: Tensor) -> Tensor:
-        found = computed(query, key)
-        return found if hidden is None else found.masked_fill_(hidden, 0)
+        matrices = softmax(query, key)
+        return matrices if hidden is None else matrices.masked_fill_(hidden, 0)
 
-    def heads(matrices: Tensor) -> DenseHeads:
+    def operator_of(matrices: Tensor) -> DenseHeads:
         if not (query.requires_grad or key.requires_grad):
             return DenseHeads(matrices, shape.per_head)
-        rows = query.transpose(1, 2), key.transpose(1, 2)
-        return SoftmaxHeads(*rows, probabilities, scaling, shape.per_head, matrices)
+        vectors = query.transpose(1, 2), key.transpose(1, 2)
+        return SoftmaxHeads(*vectors, probabilities, scaling, shape.per_head, matrices)
 
-    matrices = computed(query, key)
+    matrices = softmax(query, key)
     if hidden is None:
-        return heads(matrices), None
-    blind = hidden.all(-1, keepdim=True)  # rows whose keys are all hidden
-    read = (~hidden).any(-2).any(1).expand(shape.batch, -1)
-    are_blind, all_read = read_once("pairs", lambda: _read(blind.any(), read.all()), of=mask)
-    idle = matrices.masked_fill(~blind, 0) if are_blind else None
-    core: Operator = heads(matrices.masked_fill_(hidden, 0))
-    if idle is not None:
-        constant = DenseHeads(idle, shape.per_head).apply(values)
-        one = values.new_ones(shape.heads, shape.per_head, 1)
-        core = Chain(ShortConv(one, shape, constant, component=None), core)
-    return core, None if all_read else read
+        return operator_of(matrices), None
+    blind = hidden.all(-1, keepdim=True)  # queries whose keys are all hidden
+    visible = (~hidden).any(-2).any(1).expand(shape.batch, -1)
+    any_blind, all_visible = read_once("pairs", lambda: _bools(blind.any(), visible.all()), of=mask)
+    blind_rows = matrices.masked_fill(~blind, 0) if any_blind else None  # before `matrices` change
+    core: Operator = operator_of(matrices.masked_fill_(hidden, 0))
+    if blind_rows is not None:
+        constant = DenseHeads(blind_rows, shape.per_head).apply(values)
+        one_tap = values.new_ones(shape.heads, shape.per_head, 1)
+        core = Chain(ShortConv(one_tap, shape, constant, component=None), core)
+    return core, None if all_visible else visible
 
 
 def seen_pairs(
@@ -109,11 +109,12 @@ def seen_pairs(
         return pairs[None, None]
 
     pairs = read_once(("seen", tokens, device, causal, window), make)
+    # for softmax_attention: no query has only hidden keys, and every token is visible
     read_once("pairs", lambda: [False, True], of=pairs)
     return pairs
 
 
-def _hidden(mask: Tensor) -> Tensor:
+def _is_hidden(mask: Tensor) -> Tensor:
     return ~mask if mask.dtype == torch.bool else mask <= _HIDDEN
 
 
@@ -122,20 +123,20 @@ def read_pairs(mask: Tensor, about: Hashable, truth: Callable[[], Tensor]) -> No
 
     Args:
         mask: mask of :func:`softmax_attention`.
-        about: key of the check; see :func:`read_once`.
+        about: key under which :func:`read_once` finds the check.
         truth: function that returns the check, a boolean tensor.
     """
 
     def read() -> list[bool]:
-        hidden = _hidden(mask)
-        *found, other = _read(hidden.all(-1).any(), (~hidden).any(-2).any(1).all(), truth())
-        read_once(about, lambda: other)
-        return found
+        hidden = _is_hidden(mask)
+        *facts, check = _bools(hidden.all(-1).any(), (~hidden).any(-2).any(1).all(), truth())
+        read_once(about, lambda: check)  # stores it under this key
+        return facts
 
     read_once("pairs", read, of=mask)
 
 
-def _read(*truths: Tensor) -> list[bool]:
+def _bools(*truths: Tensor) -> list[bool]:
     """Return tensors of one boolean each as Python booleans, waiting for the device once."""
-    found: list[bool] = torch.stack(truths).tolist()
-    return found
+    values: list[bool] = torch.stack(truths).tolist()
+    return values

@@ -14,7 +14,7 @@ from ...operators.reorder import Windows
 
 
 @dataclass(frozen=True, eq=False)
-class Reduction:
+class Downsampling:
     """A convolution from the tokens of a map to the tokens of a coarser map.
 
     The convolution mixes channels, so it has no matrix per channel.  Relevance is distributed over
@@ -29,7 +29,7 @@ class Reduction:
     size: tuple[int, int]
 
     @property
-    def reduced(self) -> tuple[int, int]:
+    def coarser_size(self) -> tuple[int, int]:
         """Height and width of the coarser map."""
         height, width = self._tokens_read(torch.zeros(1, 1)).shape[-2:]
         return height, width
@@ -41,13 +41,14 @@ class Reduction:
         convolution's receptive field, so the total is conserved.  This map replaces the residual
         stream's identity, because the convolution replaces the residual stream.
         """
-        shares = row.reshape(-1, 1, *self.reduced) / self._tokens_read(row)
+        shares = row.reshape(-1, 1, *self.coarser_size) / self._tokens_read(row)
         size, ones = (len(row), 1, *self.size), self._ones(row)
-        spread: Tensor = conv2d_input(size, ones, shares, **self._geometry())  # type: ignore[no-untyped-call]
-        return spread.flatten(1)
+        relevance: Tensor = conv2d_input(size, ones, shares, **self._geometry())  # type: ignore[no-untyped-call]
+        return relevance.flatten(1)
 
     def _tokens_read(self, like: Tensor) -> Tensor:
         """Return the number of finer tokens that each coarser token depends on, (1, 1, h', w')."""
+        # a sum of ones over the receptive field: padding adds nothing
         return F.conv2d(like.new_ones(1, 1, *self.size), self._ones(like), **self._geometry())
 
     def _ones(self, like: Tensor) -> Tensor:
@@ -65,12 +66,12 @@ class TokenMap:
     Attributes:
         size: height and width of the map.
         windows: the windows with which the mixer is called; None if it is called with the map.
-        reduction: convolution to the next, coarser map; None for the last map.
+        downsampling: convolution to the next, coarser map; None for the last map.
     """
 
     size: tuple[int, int]
     windows: Windows | None
-    reduction: Reduction | None = None
+    downsampling: Downsampling | None = None
 
     def in_order(self, x: Tensor) -> Tensor:
         """Convert the mixer's layout, such as windows (B W, T, E), to tokens (B, L, E)."""
@@ -86,8 +87,8 @@ class TokenMap:
 def square_windows(size: tuple[int, int], side: int, device: torch.device) -> Windows:
     """Split a map into windows of ``side`` x ``side`` tokens, padded below and to the right."""
     height, width = size
-    number = torch.arange(height * width, device=device).view(height, width)
-    padded = F.pad(number, (0, -width % side, 0, -height % side), value=-1)
+    token = torch.arange(height * width, device=device).view(height, width)
+    padded = F.pad(token, (0, -width % side, 0, -height % side), value=-1)
     rows = torch.unflatten(padded, 0, (-1, side))
     windows = torch.unflatten(rows, 2, (-1, side)).transpose(1, 2)
     return Windows(windows.flatten(2).flatten(0, 1))
