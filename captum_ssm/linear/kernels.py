@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import CachedStateError
-from ..mixers.parts.common import unit
+from ..mixers.parts.common import unit_vectors
 from ..operators import SelectiveScan
 from ..operators.kernels.arithmetic import unseen
 from ..tracing.changes import Shared, lasting
@@ -99,7 +99,7 @@ def _by_name(
     z = given.pop("z", None)
     if reading.mode.divides and given.get("use_qk_l2norm_in_kernel"):
         given["use_qk_l2norm_in_kernel"] = False  # outside, where lengths are frozen
-        given |= {name: unit(given[name]) for name in names if name in given}
+        given |= {name: unit_vectors(given[name]) for name in names if name in given}
     roles = {name: role for name, role in _VECTORS.items() if isinstance(given.get(name), Tensor)}
     factors = {name: given.pop(name) for name in roles}
     for name in STATES & given.keys():
@@ -185,7 +185,7 @@ def _by_token(kernel: Callable[..., Any]) -> Callable[..., Any]:
             )
         heads, wide = value.shape[2], torch.promote_types(value.dtype, torch.float32)
         q, k = (x.to(wide)[:, 0].repeat_interleave(heads // x.shape[2], 1) for x in (query, key))
-        q, k = map(unit, (q, k)) if use_qk_l2norm_in_kernel else (q, k)
+        q, k = map(unit_vectors, (q, k)) if use_qk_l2norm_in_kernel else (q, k)
         v, decay, rate = (x.to(wide)[:, 0] for x in (value, g.to(wide).exp(), beta))
         decay = decay[..., None] if g.dim() > 3 else decay[..., None, None]
         state = initial_state.to(wide) * decay
@@ -253,7 +253,7 @@ def _corrected(
 
 def _normalized(reading: Reading, kernel: Callable[..., Tensor], x: Tensor) -> Tensor:
     """Compute fla's l2_norm by torch functions."""
-    return unit(_wide(x)).to(x.dtype)
+    return unit_vectors(_wide(x)).to(x.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -4,14 +4,7 @@ An adapter takes a mixer module and one recorded Call of the module, and returns
 """
 
 from .base import Call, Linearize, LinearMixer
-from .parts.common import (
-    activation_ratio,
-    as_heads,
-    causal_conv,
-    linear,
-    run,
-    working_dtype,
-)
+from .parts.common import activation_ratio, as_heads, causal_conv, linear, run, working_dtype
 from .parts.softmax import softmax_attention
 from .path import Path
 from .registry import register_mixer, supported_architectures

@@ -233,15 +233,12 @@ def _rerun(module: Any, call: Call) -> tuple[_AttentionCall, Tensor]:
     return _join_images(module, calls, call.hidden_states.shape[1]), first_tensor(out)
 
 
-def _join_images(module: Any, calls: list[_AttentionCall], tokens: int) -> _AttentionCall:
-    """Combine calls of the attention function, one for each image, into one call with a batch.
-
-    Shorter images are padded, and their padding is masked.  ``tokens`` is the total number.
-    """
+def _join_images(module: Any, calls: list[_AttentionCall], total_tokens: int) -> _AttentionCall:
+    """Combine calls of the attention function, one per image, into one with a batch; pad images."""
     if len(calls) == 1:
         return calls[0]
     lengths = [call.query.shape[2] for call in calls]
-    if sum(lengths) != tokens or any(call.mask is not None or call.causal for call in calls):
+    if sum(lengths) != total_tokens or any(call.mask is not None or call.causal for call in calls):
         raise UnsupportedMixerError(
             f"{type(module).__name__} calls its attention function {len(calls)} times, which is "
             "supported only for one image each, without a mask. Pass one image at a time."
@@ -250,7 +247,7 @@ def _join_images(module: Any, calls: list[_AttentionCall], tokens: int) -> _Atte
     position = torch.arange(max(lengths), device=length.device)
     is_real = position < length[:, None]
     # index of each token in the joined images; padding reads the row of zeros after them
-    index = torch.where(is_real, position + (length.cumsum(0) - length)[:, None], tokens)
+    index = torch.where(is_real, position + (length.cumsum(0) - length)[:, None], total_tokens)
 
     def padded(tensors: list[Tensor]) -> Tensor:  # (images, H, longest, N)
         joined = torch.cat(tensors, 2)[0].transpose(0, 1)  # (L, H, N)
@@ -308,10 +305,7 @@ def _unsupported(module: Any, name: str) -> UnsupportedMixerError:
 
 @contextmanager
 def _recording_torch_attention(module: Any) -> Iterator[None]:
-    """Return a context in which :func:`_record` replaces torch's attention function.
-
-    It also works within :func:`.unseen`, and keeps the effect of that context on other functions.
-    """
+    """Return a context, effective also in :func:`.unseen`, where we replace torch's attention."""
     mode = _RecordTorchAttention(module, hidden=not torch._C._is_torch_function_enabled())
     with torch._C._EnableTorchFunction(), mode:
         yield

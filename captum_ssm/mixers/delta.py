@@ -23,75 +23,73 @@ from torch import Tensor
 
 from ..operators import DeltaRule
 from .base import Call, LinearMixer
-from .parts.common import as_heads, hf_entering, refuse_packed, run, unit
+from .parts.common import as_heads, hf_input_and_mask, refuse_packed, run, unit_vectors
 from .path import Path
 
 
 def qwen3_next(module: Any, call: Call) -> LinearMixer:
     """Linearize Qwen3NextGatedDeltaNet, whose projections are grouped by key head."""
     refuse_packed(call)
-    hidden, mask = hf_entering(module, call)
+    hidden, mask = hf_input_and_mask(module, call)
     projected = run(module.in_proj_qkvz, hidden), run(module.in_proj_ba, hidden)
     query, key, value, z, b, a = module.fix_query_key_value_ordering(*projected)
-    mixed = torch.cat([query.flatten(2), key.flatten(2), value.flatten(2)], -1)
-    path = _scanned(module, mixed, mask, b.sigmoid(), _log_decay(module, a), module.num_v_heads)
+    qkv = torch.cat([query.flatten(2), key.flatten(2), value.flatten(2)], -1)
+    path = _delta_rule(module, qkv, mask, b.sigmoid(), _log_decay(module, a), module.num_v_heads)
     return _norm_and_gate(path, module.norm, z).to(module.out_proj)
 
 
 def qwen3_5(module: Any, call: Call) -> LinearMixer:
     """Linearize Qwen3_5[Moe]GatedDeltaNet or Qwen4ExpTextGatedDeltaNet."""
     refuse_packed(call)
-    hidden, mask = hf_entering(module, call)
+    hidden, mask = hf_input_and_mask(module, call)
     beta = torch.sigmoid(run(module.in_proj_b, hidden))
-    log_decay, mixed = (
-        _log_decay(module, run(module.in_proj_a, hidden)),
-        run(module.in_proj_qkv, hidden),
-    )
-    path = _scanned(module, mixed, mask, beta, log_decay, module.num_v_heads)
+    log_decay = _log_decay(module, run(module.in_proj_a, hidden))
+    qkv = run(module.in_proj_qkv, hidden)
+    path = _delta_rule(module, qkv, mask, beta, log_decay, module.num_v_heads)
     return _norm_and_gate(path, module.norm, run(module.in_proj_z, hidden)).to(module.out_proj)
 
 
 def olmo_hybrid(module: Any, call: Call) -> LinearMixer:
     """Linearize transformers' OlmoHybridGatedDeltaNet: a delta rule with a decay per head."""
     refuse_packed(call)
-    hidden, mask = hf_entering(module, call)
+    hidden, mask = hf_input_and_mask(module, call)
     beta = torch.sigmoid(run(module.b_proj, hidden)) * (2.0 if module.allow_neg_eigval else 1.0)
     log_decay = _log_decay(module, run(module.a_proj, hidden))
-    path = _scanned(module, _mixed(module, hidden), mask, beta, log_decay, module.num_v_heads)
+    path = _delta_rule(module, _qkv(module, hidden), mask, beta, log_decay, module.num_v_heads)
     return _norm_and_gate(path, module.o_norm, run(module.g_proj, hidden)).to(module.o_proj)
 
 
 def kimi_delta(module: Any, call: Call) -> LinearMixer:
     """Linearize KimiLinearDeltaAttention, or the same mixer in Ling 3 or GLM-5.3-Flash."""
     refuse_packed(call)
-    hidden, mask = hf_entering(module, call)
+    hidden, mask = hf_input_and_mask(module, call)
     beta, heads = torch.sigmoid(run(module.b_proj, hidden)), module.num_heads
     log_decay = _channel_log_decay(module.forget_gate, hidden, heads)
-    path = _scanned(module, _mixed(module, hidden), mask, beta, log_decay, heads)
-    return _norm_and_gate(path, module.o_norm, _projected(module, "g", hidden)).to(module.o_proj)
+    path = _delta_rule(module, _qkv(module, hidden), mask, beta, log_decay, heads)
+    return _norm_and_gate(path, module.o_norm, _project(module, "g", hidden)).to(module.o_proj)
 
 
-def _scanned(
-    module: Any, mixed: Tensor, mask: Tensor | None, beta: Tensor, log_decay: Tensor, heads: int
+def _delta_rule(
+    module: Any, qkv: Tensor, mask: Tensor | None, beta: Tensor, log_decay: Tensor, heads: int
 ) -> Path:
     """Return the :class:`.Path` after convolution, activation and delta rule.
 
     Args:
         module: the mixer; its conv1d, num_k_heads and activation are used.
-        mixed: input of the convolution: queries, keys and values, concatenated along channels.
+        qkv: input of the convolution: queries, keys and values, concatenated along channels.
         mask: True for real tokens (B, L), or None.
         beta: step sizes (B, L, H).
         log_decay: logarithms of the decays (B, L, H) or (B, L, H, N).
         heads: number of value heads, H.
     """
-    path = Path(mixed, mask).conv(module.conv1d).act(_activation(_after_convolution(module)))
+    path = Path(qkv, mask).conv(module.conv1d).act(_activation(_activation_name(module)))
     key_heads = getattr(module, "num_k_heads", heads)
     width = heads * (module.head_v_dim if hasattr(module, "head_v_dim") else module.head_dim)
-    vectors = unit(as_heads(path.now[:, :, :-width, 0], 2 * key_heads))
-    query, key = vectors.repeat_interleave(heads // key_heads, 2).chunk(2, 2)
+    queries_and_keys = unit_vectors(as_heads(path.now[:, :, :-width, 0], 2 * key_heads))
+    query, key = queries_and_keys.repeat_interleave(heads // key_heads, 2).chunk(2, 2)
     path = path.narrow(-width, width, heads)
-    size = path.shape.per_head
-    return path.scan(DeltaRule(query * query.shape[-1] ** -0.5, key, beta, log_decay, size))
+    value_size = path.shape.per_head
+    return path.scan(DeltaRule(query * query.shape[-1] ** -0.5, key, beta, log_decay, value_size))
 
 
 def _norm_and_gate(path: Path, norm: Any, z: Tensor) -> Path:
@@ -100,31 +98,31 @@ def _norm_and_gate(path: Path, norm: Any, z: Tensor) -> Path:
     return path.gate(z, _activation(getattr(norm, "activation", "silu")))
 
 
-def _channel_log_decay(forget: Any, hidden: Tensor, heads: int) -> Tensor:
+def _channel_log_decay(forget_gate: Any, hidden: Tensor, heads: int) -> Tensor:
     """Return log decays (B, L, H, N) per key channel, above the lower bound of some models."""
-    a = as_heads(_projected(forget, "f", hidden), heads)
-    a = a + forget.dt_bias.to(a).view(heads, -1)
-    rate: Tensor = forget.A_log.to(a).exp().view(heads, 1)
-    bound: float | None = getattr(forget, "safe_gate_lower_bound", None)  # Kimi Linear
-    if getattr(forget, "safe_gate", False):  # Ling 3
-        bound = forget.lower_bound
+    a = as_heads(_project(forget_gate, "f", hidden), heads)
+    a = a + forget_gate.dt_bias.to(a).view(heads, -1)
+    rate: Tensor = forget_gate.A_log.to(a).exp().view(heads, 1)
+    bound: float | None = getattr(forget_gate, "safe_gate_lower_bound", None)  # Kimi Linear
+    if getattr(forget_gate, "safe_gate", False):  # Ling 3
+        bound = forget_gate.lower_bound
     if bound is not None:
         return bound * torch.sigmoid(rate * a)
-    if hasattr(forget, "f_proj"):  # GLM-5.3-Flash
+    if hasattr(forget_gate, "f_proj"):  # GLM-5.3-Flash
         return -rate * F.softplus(a)
     # the models' own softplus, which rounds log(1 + exp(a)) to 0 for very negative a
     return -rate * torch.where(a > 20, a, torch.log(1 + torch.exp(a)))
 
 
-def _projected(module: Any, name: str, hidden: Tensor) -> Tensor:
+def _project(module: Any, name: str, hidden: Tensor) -> Tensor:
     """Project ``hidden`` by ``{name}_proj``, or by ``{name}_a_proj`` and then ``{name}_b_proj``."""
     if hasattr(module, f"{name}_proj"):
         return run(getattr(module, f"{name}_proj"), hidden)
-    first, second = (getattr(module, f"{name}_{part}_proj") for part in "ab")
-    return run(second, run(first, hidden))
+    down, up = (getattr(module, f"{name}_{letter}_proj") for letter in "ab")
+    return run(up, run(down, hidden))
 
 
-def _mixed(module: Any, hidden: Tensor) -> Tensor:
+def _qkv(module: Any, hidden: Tensor) -> Tensor:
     return torch.cat([run(p, hidden) for p in (module.q_proj, module.k_proj, module.v_proj)], -1)
 
 
@@ -133,13 +131,13 @@ def _log_decay(module: Any, a: Tensor) -> Tensor:
     return -rate * F.softplus(a + module.dt_bias.to(a))
 
 
-def _after_convolution(module: Any) -> str:
+def _activation_name(module: Any) -> str:
     """Return the name of the convolution's activation; SiLU in transformers 4 without a kernel."""
-    of_version_4 = hasattr(module, "causal_conv1d_fn")
-    if of_version_4 and module.causal_conv1d_fn is None:
+    is_of_version_4 = hasattr(module, "causal_conv1d_fn")
+    if is_of_version_4 and module.causal_conv1d_fn is None:
         return "silu"
-    name: str = module.activation
-    return name
+    activation: str = module.activation
+    return activation
 
 
 def _activation(name: str) -> Any:

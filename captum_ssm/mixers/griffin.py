@@ -23,18 +23,18 @@ from ..operators import ElementwiseRecurrence
 from ..operators.kernels.arithmetic import full_precision
 from .attention import hf_attention
 from .base import Call, LinearMixer
-from .parts.common import entering, run
+from .parts.common import mixer_input, run
 from .path import Path
 
 
 def recurrent_gemma(module: Any, call: Call) -> LinearMixer:
     """Linearize transformers' RecurrentGemmaRecurrentBlock: a gated elementwise recurrence."""
     call.refuse_cache("past_key_values")
-    hidden = entering(module, call, "input_states")
+    hidden = mixer_input(module, call, "input_states")
     path = Path(run(module.linear_x, hidden)).conv(module.conv_1d)
     reset = call.argument("position_ids", 1)[..., None] == 0  # (1 or B, L, 1)
-    decay, written = _coefficients(module.rg_lru, path.now.squeeze(-1), reset)
-    path = path.scale(written, "scan").scan(ElementwiseRecurrence(decay))
+    decay, input_factor = _coefficients(module.rg_lru, path.now.squeeze(-1), reset)
+    path = path.scale(input_factor, "scan").scan(ElementwiseRecurrence(decay))
     return path.scale(module.act_fn(run(module.linear_y, hidden)), "gate").to(module.linear_out)
 
 
@@ -44,15 +44,15 @@ def sdpa_attention(module: Any, call: Call) -> LinearMixer:
     For such long inputs the module attends to all tokens without a cache, and to wrong tokens with
     a cache.
     """
-    linear = hf_attention(module, call)
+    mixer = hf_attention(module, call)
     window = module.config.attention_window_size
-    if linear.values.shape[1] > window:
+    if mixer.values.shape[1] > window:
         raise UnsupportedMixerError(
-            f"RecurrentGemma in transformers 4 got {linear.values.shape[1]} tokens. For more "
+            f"RecurrentGemma in transformers 4 got {mixer.values.shape[1]} tokens. For more "
             f"than attention_window_size={window} tokens its outputs depend on whether there is a "
             f"cache, so it has no adapter. Use transformers 5, or pass at most {window} tokens."
         )
-    return linear
+    return mixer
 
 
 def _coefficients(rg_lru: Any, u: Tensor, reset: Tensor) -> tuple[Tensor, Tensor]:

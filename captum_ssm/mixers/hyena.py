@@ -19,40 +19,40 @@ import torch
 
 from ..operators import LongConv, Operator, ShortConv
 from .base import Call, LinearMixer
-from .parts.common import entering, frozen, run
+from .parts.common import frozen, mixer_input, run
 from .parts.softmax import seen_pairs
 from .path import Path
 
 #: Largest number of taps of a ShortConv; for longer filters Fourier transforms are faster.
-_SHORT = 16
+_SHORT_CONV_TAPS = 16
 
 
 def hyena(module: Any, call: Call) -> LinearMixer:
     """Linearize HyenaOperator in captum_ssm.models.dna: long convolutions between gates."""
-    path = Path(run(module.in_proj, entering(module, call))).conv(module.short_filter)
+    path = Path(run(module.in_proj, mixer_input(module, call))).conv(module.short_filter)
     width = path.shape.heads // (module.order + 1)
-    x, *gates, _ = torch.split(path.now, width, 2)
+    last_gate, *gates, _ = torch.split(path.now, width, 2)  # x0, x1, ..., v
     path = path.narrow(-width, width, width)
     filters = module.filter_fn
-    kernels = torch.split(filters.kernel(path.shape.tokens).detach().to(x), width)
-    biases = torch.split(frozen(filters.bias, x), width)
+    kernels = torch.split(filters.kernel(path.shape.tokens).detach().to(last_gate), width)
+    biases = torch.split(frozen(filters.bias, last_gate), width)
     for gate, kernel, bias in zip(reversed(gates), kernels, biases, strict=True):
         path.scale(gate, "gate").scan(LongConv(kernel[:, None], path.shape), skip=bias)
-    return path.scale(x, "gate").to(module.out_proj)
+    return path.scale(last_gate, "gate").to(module.out_proj)
 
 
 def cascade(module: Any, call: Call) -> LinearMixer:
     """Linearize HyenaCascade in captum_ssm.models.dna: a convolution between two gates."""
-    projected = torch.unflatten(entering(module, call), -1, (-1, 3))
+    projected = torch.unflatten(mixer_input(module, call), -1, (-1, 3))  # x2, x1 and v alternate
     taps = module.short_filter_weight.to(projected).flip(-1)[:, 0]  # (3 E, K), by lag
     taps = torch.unflatten(taps, 0, (-1, 3))
-    paths = [Path(each) for each in projected.unbind(-1)]
+    paths = [Path(x) for x in projected.unbind(-1)]
     for path, weight in zip(paths, taps.unbind(1), strict=True):
         path.then(ShortConv(weight[:, None], path.shape))
     x2, x1, path = paths
     kernel = module.kernel(path.shape.tokens).detach().to(taps)[:, None]  # (E, 1, K)
     core: Operator = LongConv(kernel, path.shape)
-    if kernel.shape[-1] <= _SHORT:
+    if kernel.shape[-1] <= _SHORT_CONV_TAPS:
         core = ShortConv(kernel, path.shape, component="scan")
     path.scale(x1.now, "gate").scan(core, skip=module.D)
     return path.scale(x2.now, "gate").to(lambda y: y)
@@ -60,7 +60,7 @@ def cascade(module: Any, call: Call) -> LinearMixer:
 
 def attention(module: Any, call: Call) -> LinearMixer:
     """Linearize StripedAttention in captum_ssm.models.dna: causal softmax attention."""
-    hidden = entering(module, call)
+    hidden = mixer_input(module, call)
     query, key, values = module.parts(run(module.Wqkv, hidden))
     pairs = seen_pairs(hidden.shape[1], hidden.device)
     path = Path(values).attend(query, key, values.shape[-1] ** -0.5, pairs)

@@ -12,14 +12,14 @@ from __future__ import annotations
 from typing import Any
 
 from .base import Call, LinearMixer
-from .parts.common import hf_entering, refuse_packed, run
+from .parts.common import hf_input_and_mask, refuse_packed, run
 from .path import Path
 
 
 def short_conv(module: Any, call: Call) -> LinearMixer:
     """Linearize Lfm2ShortConv, Lfm2MoeShortConv or Lfm3ShortConv."""
     refuse_packed(call)
-    hidden, mask = hf_entering(module, call, cache="past_key_values")
-    write, read, x = run(module.in_proj, hidden).chunk(3, -1)
-    path = Path(x, mask).scale(write, "gate").conv(module.conv)
-    return path.scale(read, "gate").to(module.out_proj)
+    hidden, mask = hf_input_and_mask(module, call, cache="past_key_values")
+    gate_before, gate_after, x = run(module.in_proj, hidden).chunk(3, -1)
+    path = Path(x, mask).scale(gate_before, "gate").conv(module.conv)
+    return path.scale(gate_after, "gate").to(module.out_proj)

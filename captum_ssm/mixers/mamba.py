@@ -26,8 +26,8 @@ from .base import Call, LinearMixer
 from .parts.common import (
     activation_of,
     as_heads,
-    entering,
-    hf_entering,
+    hf_input_and_mask,
+    mixer_input,
     projection,
     rms_norm,
     run,
@@ -41,18 +41,18 @@ Selected = tuple[Tensor, ...]
 
 def hf_mamba(module: Any, call: Call) -> LinearMixer:
     """Linearize transformers' MambaMixer, FalconMambaMixer or JambaMambaMixer."""
-    hidden, mask = hf_entering(module, call, zero_padded=not _is_of_version_4(module))
+    hidden, mask = hf_input_and_mask(module, call, zero_padded=not _is_of_version_4(module))
     x, z = run(module.in_proj, hidden).chunk(2, -1)
-    path = hf_activated(module, x, mask)
-    selective_scan(path, module, called_dt=calls_dt_proj(module, z), norm=_normed)
+    path = convolve_and_activate(module, x, mask)
+    selective_scan(path, module, called_dt=calls_dt_proj(module, z), norm=_normalize)
     return path.gate(z, module.act if _is_of_version_4(module) else F.silu).to(module.out_proj)
 
 
 def hf_zamba(module: Any, call: Call) -> LinearMixer:
     """Linearize ZambaMambaMixer, whose in_proj alternates channels of x and z."""
-    hidden, mask = hf_entering(module, call, zero_padded=not _is_of_version_4(module))
+    hidden, mask = hf_input_and_mask(module, call, zero_padded=not _is_of_version_4(module))
     x, z = torch.unflatten(run(module.in_proj, hidden), -1, (-1, 2)).unbind(-1)
-    path = hf_activated(module, x, mask)
+    path = convolve_and_activate(module, x, mask)
     path.scan(_zamba_scan(module, path.now), skip=module.D)
     return path.gate(z, module.act if _is_of_version_4(module) else F.silu).to(module.out_proj)
 
@@ -67,15 +67,15 @@ def mamba_ssm_mamba(module: Any, call: Call) -> LinearMixer:
 
         return published_fork(module, call)
     call.refuse_cache("inference_params", position=1)
-    x, z = projection(module.in_proj, called=False)(entering(module, call)).chunk(2, -1)
-    kernels = sys.modules[type(module).__module__]
-    fused = module.use_fast_path and getattr(kernels, "causal_conv1d_fn", None) is not None
+    x, z = projection(module.in_proj, called=False)(mixer_input(module, call)).chunk(2, -1)
+    code = sys.modules[type(module).__module__]
+    is_fused = module.use_fast_path and getattr(code, "causal_conv1d_fn", None) is not None
     path = Path(x).conv(module.conv1d).act(module.act)
-    selective_scan(path, module, called=not fused, called_dt=False)
-    return path.gate(z).to(projection(module.out_proj, called=not fused))
+    selective_scan(path, module, called=not is_fused, called_dt=False)
+    return path.gate(z).to(projection(module.out_proj, called=not is_fused))
 
 
-def hf_activated(module: Any, x: Tensor, mask: Tensor | None) -> Path:
+def convolve_and_activate(module: Any, x: Tensor, mask: Tensor | None) -> Path:
     """Return ``x`` (B, L, D) after convolution, activation and mask, as a :class:`.Path`."""
     path = Path(zeroed(x, mask) if _is_of_version_4(module) else x, mask)
     return path.conv(module.conv1d).act(activation_of(module)).silence()
@@ -116,22 +116,22 @@ def selection(
         norm: function that normalizes t, B and C. Default: None.
     """
     x_proj, dt_proj = (getattr(module, names.format(name)) for name in ("x_proj", "dt_proj"))
-    selected, rank = projection(x_proj, called)(path.now.squeeze(-1)), dt_proj.weight.shape[1]
-    state = (selected.shape[-1] - rank) // 2
-    parts: Selected = torch.split(selected, [rank, state, state], -1)
-    t, b, c = parts if norm is None else norm(module, parts)
+    projected, rank = projection(x_proj, called)(path.now.squeeze(-1)), dt_proj.weight.shape[1]
+    state_size = (projected.shape[-1] - rank) // 2
+    slices: Selected = torch.split(projected, [rank, state_size, state_size], -1)
+    t, b, c = slices if norm is None else norm(module, slices)
     return F.softplus(projection(dt_proj, called_dt)(t)), b, c
 
 
-def _normed(module: Any, parts: Selected) -> Selected:
+def _normalize(module: Any, selected: Selected) -> Selected:
     """Return t, B and C normalized as in falcon_mamba, or with weights as in jamba."""
     if hasattr(module, "rms_eps"):
-        return tuple(rms_norm(part, module.rms_eps) for part in parts)
+        return tuple(rms_norm(x, module.rms_eps) for x in selected)
     if not hasattr(module, "dt_layernorm"):
-        return parts
+        return selected
     norms = (module.dt_layernorm, module.b_layernorm, module.c_layernorm)
-    pairs = zip(parts, norms, strict=True)
-    return tuple(rms_norm(part, norm.variance_epsilon, norm.weight) for part, norm in pairs)
+    pairs = zip(selected, norms, strict=True)
+    return tuple(rms_norm(x, norm.variance_epsilon, norm.weight) for x, norm in pairs)
 
 
 def _is_of_version_4(module: Any) -> bool:
@@ -139,14 +139,14 @@ def _is_of_version_4(module: Any) -> bool:
     return hasattr(module, "slow_forward")
 
 
-def calls_dt_proj(module: Any, t: Tensor) -> bool:
-    """Return True if the module calls dt_proj, False if it uses only dt_proj's raw weight."""
+def calls_dt_proj(module: Any, x: Tensor) -> bool:
+    """Return True if the module calls dt_proj; fused kernels on a GPU use only its raw weight."""
     if not _is_of_version_4(module):
         return False
-    if t.device.type != "cuda" or hasattr(module, "dt_layernorm"):
+    if x.device.type != "cuda" or hasattr(module, "dt_layernorm"):
         return True
     code = sys.modules[type(module).__module__]
-    if not hasattr(code, "_lazy_load_causal_conv1d"):  # fla has this class, too
+    if not hasattr(code, "_lazy_load_causal_conv1d"):  # a class of fla
         return not code.is_fast_path_available
     kernels = (code.mamba_inner_fn, *code._lazy_load_causal_conv1d())
     return any(kernel is None for kernel in kernels)
@@ -159,10 +159,10 @@ def _zamba_scan(module: Any, activated: Tensor) -> SelectiveScan:
         w.to(heads) for w in (module.x_proj_weight, module.dt_proj_weight, module.dt_proj_bias)
     )
     with full_precision(heads.device):
-        selected = torch.einsum("blgp,grp->blgr", heads, weight)
-        state = module.ssm_state_size
-        t, b, c = torch.split(selected, [dt_weight.shape[-1], state, state], dim=-1)
+        projected = torch.einsum("blgp,grp->blgr", heads, weight)
+        state_size = module.ssm_state_size
+        t, b, c = torch.split(projected, [dt_weight.shape[-1], state_size, state_size], dim=-1)
         dt = F.softplus(torch.einsum("blgr,gpr->blgp", t, dt_weight) + dt_bias)
     if module.n_mamba_heads == 1:
-        b, c = b.squeeze(2), c.squeeze(2)
+        b, c = b.squeeze(2), c.squeeze(2)  # (B, L, N), shared by all channels
     return SelectiveScan(dt.flatten(2), -torch.exp(module.A_log.to(dt)).flatten(0, -2), b, c)

@@ -36,8 +36,8 @@ from .base import Call, LinearMixer
 from .parts.common import (
     activation_of,
     as_heads,
-    entering,
-    hf_entering,
+    hf_input_and_mask,
+    mixer_input,
     projection,
     refuse_packed,
     run,
@@ -48,8 +48,8 @@ from .path import Path
 def hf_mamba2(module: Any, call: Call) -> LinearMixer:
     """Linearize Mamba2Mixer, BambaMixer or NemotronHMamba2Mixer of transformers."""
     refuse_packed(call)
-    hidden, mask = hf_entering(module, call)
-    path, z = _hf_scanned(module, run(module.in_proj, hidden), mask)
+    hidden, mask = hf_input_and_mask(module, call)
+    path, z = _hf_scan(module, run(module.in_proj, hidden), mask)
     norm, channels = module.norm, len(module.norm.weight)
     # in transformers 4 most norms have no groups
     groups = channels // getattr(norm, "group_size", channels)
@@ -61,15 +61,15 @@ def zamba2_mamba2(module: Any, call: Call) -> LinearMixer:
 
     The CPU code of transformers 4 confuses the states of chunks, and does not mask padding.
     """
-    linear = hf_mamba2(module, call)
-    slow = hasattr(module, "torch_forward") and linear.values.device.type == "cpu"
-    if slow and (linear.mask is not None or linear.values.shape[1] > module.chunk_size):
+    mixer = hf_mamba2(module, call)
+    runs_on_cpu = hasattr(module, "torch_forward") and mixer.values.device.type == "cpu"
+    if runs_on_cpu and (mixer.mask is not None or mixer.values.shape[1] > module.chunk_size):
         raise UnsupportedMixerError(
-            f"Zamba 2 on a CPU in transformers 4 got {linear.values.shape[1]} tokens. For more "
+            f"Zamba 2 on a CPU in transformers 4 got {mixer.values.shape[1]} tokens. For more "
             f"than {module.chunk_size} tokens, or a padded batch, outputs differ from GPU outputs. "
             "Use transformers 5, or pass shorter examples one by one."
         )
-    return linear
+    return mixer
 
 
 def granite_mamba2(module: Any, call: Call) -> LinearMixer:
@@ -81,12 +81,12 @@ def granite_mamba2(module: Any, call: Call) -> LinearMixer:
 def falcon_h1_mamba2(module: Any, call: Call) -> LinearMixer:
     """Linearize FalconH1Mixer, with its three scales and its optional norm."""
     refuse_packed(call)
-    hidden, mask = hf_entering(module, call)
+    hidden, mask = hf_input_and_mask(module, call)
     projected = run(module.in_proj, hidden * module.ssm_in_multiplier)
-    path, z = _hf_scanned(module, projected * module.mup_vector.to(projected), mask)
+    path, z = _hf_scan(module, projected * module.mup_vector.to(projected), mask)
     norm = module.norm if module.mamba_rms_norm else None
-    groups, before = getattr(norm, "n_groups", 1), getattr(norm, "norm_before_gate", False)
-    gate_and_norm(path, z, norm, groups, before)
+    groups, norm_first = getattr(norm, "n_groups", 1), getattr(norm, "norm_before_gate", False)
+    gate_and_norm(path, z, norm, groups, norm_first)
     scale = float(getattr(call.block, "ssm_out_multiplier", 1.0))
     return path.to(module.out_proj, branch_scale=scale)
 
@@ -100,54 +100,54 @@ def mamba_ssm_mamba2(module: Any, call: Call) -> LinearMixer:
             f"The mixer was called with seqlen={call.argument('seqlen', 1)}, so its input is a "
             "flattened batch (B * L, E). Pass the input as (B, L, E), without seqlen."
         )
-    projected = run(module.in_proj, entering(module, call))
+    projected = run(module.in_proj, mixer_input(module, call))
     scanned_width = 2 * module.d_ssm + 2 * module.ngroups * module.d_state + module.nheads
-    beside = (projected.shape[-1] - scanned_width) // 2
-    z0, x0, projected = torch.split(projected, [beside, beside, scanned_width], -1)
-    path, z = scanned(module, projected, None, module.ngroups, module.dt_limit)
+    mlp_width = (projected.shape[-1] - scanned_width) // 2
+    z0, x0, projected = torch.split(projected, [mlp_width, mlp_width, scanned_width], -1)
+    path, z = convolve_and_scan(module, projected, None, module.ngroups, module.dt_limit)
     norm = module.norm if module.rmsnorm else None
     gate_and_norm(path, z, norm, module.ngroups, module.norm_before_gate)
-    out_proj, unmixed = projection(module.out_proj, not module.use_mem_eff_path), F.silu(z0) * x0
-    return path.to(lambda y: out_proj(torch.cat([unmixed, y], -1)))
+    out_proj, mlp_output = projection(module.out_proj, not module.use_mem_eff_path), F.silu(z0) * x0
+    return path.to(lambda y: out_proj(torch.cat([mlp_output, y], -1)))
 
 
 def mamba_ssm_mamba2_simple(module: Any, call: Call) -> LinearMixer:
     """Linearize mamba_ssm's Mamba2Simple, which may have learned initial states."""
-    sizes, learned = (module.ngroups, module.dt_limit), module.learnable_init_states
-    return _simple(module, call, *sizes, learned, module.use_mem_eff_path)
+    sizes, learns_states = (module.ngroups, module.dt_limit), module.learnable_init_states
+    return _linearize_simple(module, call, *sizes, learns_states, module.use_mem_eff_path)
 
 
 def mambapy_mamba2_block(module: Any, call: Call) -> LinearMixer:
     """Linearize mambapy's Mamba2Block, which uses mamba_ssm's functions."""
-    of = module.config
-    sizes, learned = (of.n_groups, of.dt_limit), of.learnable_init_states
-    return _simple(module, call, *sizes, learned, of.use_mem_eff_path)
+    config = module.config
+    sizes, learns_states = (config.n_groups, config.dt_limit), config.learnable_init_states
+    return _linearize_simple(module, call, *sizes, learns_states, config.use_mem_eff_path)
 
 
-def _simple(
+def _linearize_simple(
     module: Any,
     call: Call,
     groups: int,
     dt_limit: tuple[float, float],
-    learned: bool,
-    fused: bool,
+    learns_states: bool,
+    is_fused: bool,
 ) -> LinearMixer:
-    """Linearize Mamba2Simple or Mamba2Block; without ``fused``, the norm ignores ``groups``."""
+    """Linearize Mamba2Simple or Mamba2Block, whose norm has groups only in its fused kernel."""
     refuse_packed(call, seq_idx=1)
-    projected, initial = run(module.in_proj, entering(module, call)), None
-    if learned:
+    projected, initial = run(module.in_proj, mixer_input(module, call)), None
+    if learns_states:
         initial = module.init_states
-    path, z = scanned(module, projected, None, groups, dt_limit, initial=initial)
-    gate_and_norm(path, z, module.norm, groups if fused else 1)
-    return path.to(projection(module.out_proj, called=not fused))
+    path, z = convolve_and_scan(module, projected, None, groups, dt_limit, initial=initial)
+    gate_and_norm(path, z, module.norm, groups if is_fused else 1)
+    return path.to(projection(module.out_proj, called=not is_fused))
 
 
-def _hf_scanned(module: Any, projected: Tensor, mask: Tensor | None) -> tuple[Path, Tensor]:
+def _hf_scan(module: Any, projected: Tensor, mask: Tensor | None) -> tuple[Path, Tensor]:
     dt_limit = module.time_step_limit or (module.time_step_min, math.inf)
-    return scanned(module, projected, mask, module.n_groups, dt_limit)
+    return convolve_and_scan(module, projected, mask, module.n_groups, dt_limit)
 
 
-def scanned(
+def convolve_and_scan(
     module: Any,
     projected: Tensor,
     mask: Tensor | None,
@@ -168,11 +168,11 @@ def scanned(
         initial: states before the first token (H, P, N). Default: None, zeros.
         recurrence: function of the coefficients that returns the scan. Default: ScalarDecayHeads.
     """
-    heads, mixed = len(module.dt_bias), module.conv1d.in_channels
-    width = projected.shape[-1] - mixed - heads
-    z, stream, dt = torch.split(projected, [width, mixed, heads], -1)
-    path = Path(stream, mask).conv(module.conv1d).act(activation_of(module)).silence()
-    _, key, query = path.now.squeeze(-1).tensor_split([width, (width + mixed) // 2], -1)
+    heads, conv_width = len(module.dt_bias), module.conv1d.in_channels
+    width = projected.shape[-1] - conv_width - heads
+    z, xbc, dt = torch.split(projected, [width, conv_width, heads], -1)
+    path = Path(xbc, mask).conv(module.conv1d).act(activation_of(module)).silence()
+    _, key, query = path.now.squeeze(-1).tensor_split([width, (width + conv_width) // 2], -1)
     dt = F.softplus(dt + module.dt_bias.to(dt))
     if tuple(dt_limit) != (0.0, math.inf):  # these limits change no dt
         dt = dt.clamp(*dt_limit)
@@ -186,7 +186,7 @@ def scanned(
     return path, z
 
 
-def gate_and_norm(path: Path, z: Tensor, norm: Any, groups: int, before: bool = False) -> Path:
+def gate_and_norm(path: Path, z: Tensor, norm: Any, groups: int, norm_first: bool = False) -> Path:
     """Apply the gate and an RMSNorm to the path.
 
     Args:
@@ -194,12 +194,12 @@ def gate_and_norm(path: Path, z: Tensor, norm: Any, groups: int, before: bool = 
         z: input of the gate (B, L, D).
         norm: module of the norm, or None.
         groups: number of groups of channels that are normalized separately.
-        before: whether the norm comes before the gate. Default: False.
+        norm_first: whether the norm comes before the gate. Default: False.
     """
     if norm is None:
         return path.gate(z)
     eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
-    if before:
+    if norm_first:
         return path.rms_norm(norm.weight, eps, groups).gate(z)
     return path.gate(z).rms_norm(norm.weight, eps, groups)
 
@@ -207,7 +207,8 @@ def gate_and_norm(path: Path, z: Tensor, norm: Any, groups: int, before: bool = 
 def _initial_constant(initial: Tensor, query: Tensor, log_decay: Tensor, shape: Shape) -> ShortConv:
     """Return x + (all decays up to t) query[t] . initial, the constant that initial states add."""
     query = query.repeat_interleave(shape.heads // query.shape[2], 2)
-    read = torch.einsum("blhn,hpn->blhp", query, initial.to(query))
-    constant = doubled(log_decay).cumsum(1).exp().to(read)[..., None] * read
+    from_initial = torch.einsum("blhn,hpn->blhp", query, initial.to(query))
+    constant = doubled(log_decay).cumsum(1).exp().to(from_initial)[..., None] * from_initial
+    # the identity as a convolution, which has a place for the constant
     one_tap = torch.ones_like(constant[0, 0, :, :, None])
     return ShortConv(one_tap, shape, constant, component="scan")

@@ -31,7 +31,7 @@ from ..errors import UnsupportedMixerError
 from ..operators import Chain, Diagonal, Operator, ScalarDecayHeads, ShortConv, Sum
 from ..operators.kernels.arithmetic import doubled
 from .base import Call, LinearMixer
-from .parts.common import as_heads, entering, refuse_packed, rms_norm, run, zeroed
+from .parts.common import as_heads, mixer_input, refuse_packed, rms_norm, run, zeroed
 from .path import Path
 
 
@@ -41,7 +41,7 @@ def mamba_ssm_mamba3(module: Any, call: Call) -> LinearMixer:
     call.refuse_cache("inference_params", position=3)
     refuse_packed(call, seq_idx=1, cu_seqlens=2)
     sizes = module.nheads, module.num_bc_heads, module.d_state
-    return linearize(module, run(module.in_proj, entering(module, call)), None, *sizes)
+    return linearize(module, run(module.in_proj, mixer_input(module, call)), None, *sizes)
 
 
 def refuse_mimo(module: Any) -> None:
@@ -54,7 +54,7 @@ def refuse_mimo(module: Any) -> None:
 
 
 def linearize(
-    module: Any, projected: Tensor, mask: Tensor | None, heads: int, groups: int, state: int
+    module: Any, projected: Tensor, mask: Tensor | None, heads: int, groups: int, state_size: int
 ) -> LinearMixer:
     """Return the mixer from the output of in_proj (B, L, 2 D + 2 G N + 3 H + angles).
 
@@ -64,23 +64,23 @@ def linearize(
         mask: True for real tokens (B, L), or None.
         heads: number of heads, H.
         groups: number of groups of heads that share B and C, G.
-        state: state size, N.
+        state_size: state size, N.
     """
-    shared, angles = groups * state, module.num_rope_angles
-    width = (projected.shape[-1] - 2 * shared - 3 * heads - angles) // 2
-    sizes = [width, width, shared, shared, heads, heads, heads, angles]
-    z, x, *selected = torch.split(projected, sizes, -1)
+    bc_width, angles = groups * state_size, module.num_rope_angles
+    width = (projected.shape[-1] - 2 * bc_width - 3 * heads - angles) // 2
+    widths = [width, width, bc_width, bc_width, heads, heads, heads, angles]
+    z, x, *scan_inputs = torch.split(projected, widths, -1)
     path = Path(x, mask, heads).silence()
-    path.scan(_scan(module, *selected, path=path, groups=groups), skip=module.D)
+    path.scan(_scan(module, *scan_inputs, path=path, groups=groups), skip=module.D)
     if module.is_outproj_norm:
         path.rms_norm(module.norm.weight, module.norm.eps)
 
     def project(y: Tensor) -> Tensor:
-        out = run(module.out_proj, y)
+        output = run(module.out_proj, y)
         if mask is None:
-            return out
+            return output
         at_rest = run(module.out_proj, torch.zeros_like(y[:1, :1]))
-        return out - at_rest * ~mask[:, :, None]  # no bias at padded tokens
+        return output - at_rest * ~mask[:, :, None]  # no bias at padded tokens
 
     return path.gate(z).silence().to(project)
 
@@ -91,8 +91,8 @@ def _scan(
     c: Tensor,
     step: Tensor,
     decay: Tensor,
-    end: Tensor,
-    rate: Tensor,
+    end_weight: Tensor,
+    angle_rate: Tensor,
     *,
     path: Path,
     groups: int,
@@ -100,16 +100,18 @@ def _scan(
     """Return the operator alpha of the module's docstring, given slices of in_proj's output.
 
     A token's scale includes the next step in entries below the diagonal, but not on the diagonal.
-    So each query reads the scan after the previous token, and the diagonal is a separate term.
+    So each query reads the scan after the previous token, and the diagonal is a separate term.  The
+    slices are B, C, s, a, l and r of that docstring.
     """
     dt = zeroed(F.softplus(step + module.dt_bias.to(step)), path.mask)  # (B, L, H)
     log_decay = torch.clamp(-F.softplus(decay), max=-module.A_floor) * dt
-    at_end = torch.sigmoid(end) * dt
-    at_beginning = torch.sigmoid(-end) * dt
-    angle = doubled(torch.tanh(rate)[:, :, None] * math.pi * dt[..., None]).cumsum(1)
-    query = _rotated(_normed(c, module.C_norm, module.C_bias, groups), angle)
-    key = _rotated(_normed(b, module.B_norm, module.B_bias, groups), angle)
-    own = at_end * (query * key).sum(-1)
+    at_end = torch.sigmoid(end_weight) * dt
+    at_beginning = torch.sigmoid(-end_weight) * dt
+    angle = doubled(torch.tanh(angle_rate)[:, :, None] * math.pi * dt[..., None]).cumsum(1)
+    query = _rotate(_normalize_and_bias(c, module.C_norm, module.C_bias, groups), angle)
+    key = _rotate(_normalize_and_bias(b, module.B_norm, module.B_bias, groups), angle)
+    diagonal = at_end * (query * key).sum(-1)
+    # the query of the next token, with its decay; `shift` moves the result there
     scan = ScalarDecayHeads(
         _next(query * log_decay.exp()[..., None]),
         key,
@@ -117,8 +119,8 @@ def _scan(
         at_end + _next(at_beginning),
         path.shape.per_head,
     )
-    late = ShortConv(dt.new_ones(dt.shape[-1], 1, 1), scan.shape, lags=(1,), component="scan")
-    return Sum(Chain(late, scan), Diagonal(own[..., None], scan.shape, "scan"))
+    shift = ShortConv(dt.new_ones(dt.shape[-1], 1, 1), scan.shape, lags=(1,), component="scan")
+    return Sum(Chain(shift, scan), Diagonal(diagonal[..., None], scan.shape, "scan"))
 
 
 def _next(x: Tensor) -> Tensor:
@@ -126,13 +128,13 @@ def _next(x: Tensor) -> Tensor:
     return torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], 1)
 
 
-def _normed(x: Tensor, norm: Any, bias: Tensor, groups: int) -> Tensor:
+def _normalize_and_bias(x: Tensor, norm: Any, bias: Tensor, groups: int) -> Tensor:
     """Return queries or keys before rotation (B, L, H, N), from ``x`` (B, L, G N)."""
     x = rms_norm(as_heads(x, groups), norm.eps, norm.weight)
     return x.repeat_interleave(len(bias) // groups, 2) + bias.squeeze(1).to(x)
 
 
-def _rotated(x: Tensor, angle: Tensor) -> Tensor:
+def _rotate(x: Tensor, angle: Tensor) -> Tensor:
     """Rotate channels 2m and 2m+1 of ``x`` (B, L, H, N) by angle[..., m]; keep later channels."""
     cos, sin = angle.cos().to(x), angle.sin().to(x)
     end = 2 * angle.shape[-1]

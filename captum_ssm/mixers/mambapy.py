@@ -26,20 +26,20 @@ from ..operators import Chain, DirectSum
 from ..operators.reorder import flip
 from .base import Call, LinearMixer
 from .mamba import Selected, selective_scan
-from .parts.common import as_heads, entering, run
+from .parts.common import as_heads, mixer_input, run
 from .parts.softmax import seen_pairs
 from .path import Path
 
 
 def mambapy_block(module: Any, call: Call) -> LinearMixer:
     """Linearize mambapy's MambaBlock, which mambapy's Mamba and Jamba contain."""
-    x, z = run(module.in_proj, entering(module, call)).chunk(2, -1)
+    x, z = run(module.in_proj, mixer_input(module, call)).chunk(2, -1)
     return _direction(Path(x), module).gate(z).to(module.out_proj)
 
 
 def mambapy_vision_block(module: Any, call: Call) -> LinearMixer:
     """Linearize mambapy's VMambaBlock, in one direction or both."""
-    x, z = run(module.in_proj, entering(module, call)).chunk(2, -1)
+    x, z = run(module.in_proj, mixer_input(module, call)).chunk(2, -1)
     path, ahead = Path(x), partial(_direction, module=module)
     if module.config.bidirectional:
         share = 0.5 if module.config.divide_output else 1.0
@@ -52,11 +52,11 @@ def mambapy_vision_block(module: Any, call: Call) -> LinearMixer:
 def mambapy_attention(module: Any, call: Call) -> LinearMixer:
     """Linearize AttentionSDPA in mambapy's Jamba: causal softmax attention."""
     call.refuse_cache("cache", position=1)
-    hidden = entering(module, call)
-    heads, shared = module.num_heads, module.num_key_value_heads
+    hidden = mixer_input(module, call)
+    heads, kv_heads = module.num_heads, module.num_key_value_heads
     query = as_heads(run(module.q_proj, hidden), heads)
     key, values = (
-        as_heads(run(p, hidden), shared).repeat_interleave(heads // shared, 2)
+        as_heads(run(p, hidden), kv_heads).repeat_interleave(heads // kv_heads, 2)
         for p in (module.k_proj, module.v_proj)
     )
     causal = seen_pairs(hidden.shape[1], hidden.device)
@@ -70,22 +70,23 @@ def deeptab_block(module: Any, call: Call) -> LinearMixer:
             "MambaBlock with use_learnable_interaction=True mixes channels between convolution and "
             "scan, which has no adapter. Use a model with use_learnable_interaction=False."
         )
-    act, hidden = module.activation, entering(module, call)
+    act, hidden = module.activation, mixer_input(module, call)
     x, z = run(module.in_proj_fwd, hidden).chunk(2, -1)
     ahead = _direction(Path(x), module, "{}_fwd", act)
     if not module.bidirectional:
         return ahead.gate(z, act).to(module.out_proj)
-    x_b, _ = run(module.in_proj_bwd, hidden).chunk(2, -1)
+    x_b, _ = run(module.in_proj_bwd, hidden).chunk(2, -1)  # this direction's z is not used
     back = Path(x_b).conv(module.conv1d_bwd).act(act)
-    turn = flip(back.shape, x.device)
-    turned = _scan(Path(back.now.flip(1)), module, "{}_bwd")
-    back.then(turn, *turned.parts, turn)
+    reversal = flip(back.shape, x.device)
+    scan_back = _scan(Path(back.now.flip(1)), module, "{}_bwd")
+    back.then(reversal, *scan_back.parts, reversal)
+    # separate values for each direction, on separate heads; project() adds the directions
     path = Path(torch.cat([x, x_b], -1)).then(DirectSum(Chain(*ahead.parts), Chain(*back.parts)))
     path.scale(x.new_full((1, 1, 1, 1), 0.5)).gate(torch.cat([z, z], -1), act)
 
     def project(y: Tensor) -> Tensor:
-        one, other = y.chunk(2, -1)
-        return run(module.out_proj, one + other)
+        forward, backward = y.chunk(2, -1)
+        return run(module.out_proj, forward + backward)
 
     return path.to(project)
 
@@ -98,12 +99,14 @@ def _direction(
 
 
 def _scan(path: Path, module: Any, names: str) -> Path:
+    """Apply the scan and the skip; ``names`` is as in :func:`_direction`."""
     # mambapy, whose blocks have a configuration, uses the raw weight of dt_proj
-    called = not hasattr(module, "config")
-    return selective_scan(path, module, names, called_dt=called, norm=_normed)
+    is_deeptab = not hasattr(module, "config")
+    return selective_scan(path, module, names, called_dt=is_deeptab, norm=_normalize)
 
 
-def _normed(module: Any, parts: Selected) -> Selected:
+def _normalize(module: Any, selected: Selected) -> Selected:
+    """Return t, B and C after the module's norms, if it has norms."""
     norms = (module.dt_layernorm, module.B_layernorm, module.C_layernorm)
-    pairs = zip(parts, norms, strict=True)
-    return tuple(part if norm is None else run(norm, part) for part, norm in pairs)
+    pairs = zip(selected, norms, strict=True)
+    return tuple(x if norm is None else run(norm, x) for x, norm in pairs)

@@ -29,19 +29,19 @@ from ..operators import Diagonal, DirectSum, SelectiveScan, ShortConv
 from ..operators.reorder import Windowed
 from .base import Call, LinearMixer
 from .package_attention import timm_attention
-from .parts.common import entering, frozen, run
+from .parts.common import frozen, mixer_input, run
 from .parts.token_map import Downsampling, TokenMap, square_windows
 from .path import Path
 
 
 def mambavision_mixer(module: Any, call: Call) -> LinearMixer:
     """Linearize mambavision's MambaVisionMixer: a selective scan of half of the channels."""
-    path = Path(run(module.in_proj, entering(module, call)))
+    path = Path(run(module.in_proj, mixer_input(module, call)))
     path.then(_same_conv((module.conv1d_x, module.conv1d_z), path)).act(live=True)
     x, _ = path.now.squeeze(-1).chunk(2, -1)
     scanned = Path(x).scan(_scan(module, x), skip=module.D)
-    unmixed = Diagonal(x.new_ones(1, 1, 1, 1), scanned.shape)
-    return _on_the_map(path.then(DirectSum(*scanned.parts, unmixed)).to(module.out_proj), call)
+    no_scan = Diagonal(x.new_ones(1, 1, 1, 1), scanned.shape)
+    return _on_whole_grid(path.then(DirectSum(*scanned.parts, no_scan)).to(module.out_proj), call)
 
 
 def mambavision_attention(module: Any, call: Call) -> LinearMixer:
@@ -51,16 +51,16 @@ def mambavision_attention(module: Any, call: Call) -> LinearMixer:
             f"{type(module).__name__} with attn_drop={module.attn_drop.p} drops random weights "
             "even in evaluation mode, so outputs are random. Set attn_drop.p = 0 on this module."
         )
-    return _on_the_map(timm_attention(module, call), call)
+    return _on_whole_grid(timm_attention(module, call), call)
 
 
 def _same_conv(convolutions: tuple[nn.Conv1d, nn.Conv1d], path: Path) -> ShortConv:
     """Return depthwise convolutions on separate channels as one operator, with ``same`` padding."""
     weight = torch.cat([frozen(conv.weight, path.values) for conv in convolutions])  # (2 D, 1, K)
-    biases = [frozen(c.bias, path.values) for c in convolutions if c.bias is not None]
+    biases = [frozen(conv.bias, path.values) for conv in convolutions if conv.bias is not None]
     bias = torch.cat(biases).view(1, 1, -1, 1) if biases else None
-    ahead = (weight.shape[-1] - 1) // 2  # torch puts an odd pad on the right
-    lags = [ahead - tap for tap in range(weight.shape[-1])]
+    lookahead = (weight.shape[-1] - 1) // 2  # torch puts an odd pad on the right
+    lags = [lookahead - tap for tap in range(weight.shape[-1])]
     return ShortConv(weight, path.shape, bias, lags)
 
 
@@ -72,17 +72,17 @@ def _scan(module: Any, activated: Tensor) -> SelectiveScan:
     return SelectiveScan(dt, -torch.exp(frozen(module.A_log, activated)), b, c)
 
 
-def _on_the_map(linear: LinearMixer, call: Call) -> LinearMixer:
+def _on_whole_grid(mixer: LinearMixer, call: Call) -> LinearMixer:
     """Convert a mixer that was called on windows of a grid to a mixer of the whole grid."""
     layer: Any = next((m for m in call.around if hasattr(m, "window_size")), None)
     if layer is None:  # called without a layer around it
-        return linear
+        return mixer
     height, width = call.around[layer][-2:]
-    windows = square_windows((height, width), layer.window_size, linear.values.device)
+    windows = square_windows((height, width), layer.window_size, mixer.values.device)
     return replace(
-        linear,
-        values=windows.merge(linear.values),
-        operator=Windowed(linear.operator, windows, windows.padding(linear.values)),
+        mixer,
+        values=windows.merge(mixer.values),
+        operator=Windowed(mixer.operator, windows, windows.padding(mixer.values)),
         map=TokenMap((height, width), windows, _downsampling(layer, (height, width))),
     )
 

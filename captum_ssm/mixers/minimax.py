@@ -20,14 +20,14 @@ import torch
 
 from ..operators import ScalarDecayHeads
 from .base import Call, LinearMixer
-from .parts.common import as_heads, entering, padding_mask, run, zeroed
+from .parts.common import as_heads, mixer_input, padding_mask, run, zeroed
 from .path import Path
 
 
 def lightning_attention(module: Any, call: Call) -> LinearMixer:
     """Linearize transformers' MiniMaxLightningAttention: linear attention with fixed decays."""
     call.refuse_cache("past_key_values", position=3)
-    hidden = entering(module, call)
+    hidden = mixer_input(module, call)
     mask = padding_mask(call.argument("attention_mask", 2), hidden)
     u = as_heads(run(module.qkv_proj, hidden), module.num_attention_heads)  # (B, L, H, 3 P)
     query, key, _ = Path(u).act(module.act_fn).now.chunk(3, -1)

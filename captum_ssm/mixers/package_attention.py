@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedMixerError
 from .base import Call, LinearMixer
-from .parts.common import as_heads, entering, linear, run
+from .parts.common import as_heads, linear, mixer_input, run
 from .parts.softmax import seen_pairs
 from .path import Path
 
@@ -35,7 +35,7 @@ def timm_attention(module: Any, call: Call) -> LinearMixer:
             f"{type(module).__name__} with scale_norm=True: a norm of attention's output over all "
             "heads is not supported. Use a model with scale_norm=False."
         )
-    hidden = entering(module, call, "x")
+    hidden = mixer_input(module, call, "x")
     query, key, values = torch.unflatten(
         run(module.qkv, hidden), -1, (3, module.num_heads, -1)
     ).unbind(2)  # (B, L, H, P)
@@ -56,10 +56,10 @@ def timm_attention(module: Any, call: Call) -> LinearMixer:
 
 def torch_attention(module: Any, call: Call) -> LinearMixer:
     """Linearize nn.MultiheadAttention; refuse calls other than self-attention."""
-    _refuse_unless_self_attention(
+    _check_inputs(
         module, [call.argument(name, i) for i, name in enumerate(("query", "key", "value"))]
     )
-    hidden, heads = entering(module, call), module.num_heads
+    hidden, heads = mixer_input(module, call), module.num_heads
     if module._qkv_same_embed_dim:
         weights = module.in_proj_weight.chunk(3)
     else:
@@ -73,7 +73,7 @@ def torch_attention(module: Any, call: Call) -> LinearMixer:
     return path.to(module.out_proj)
 
 
-def _refuse_unless_self_attention(module: Any, inputs: list[Tensor]) -> None:
+def _check_inputs(module: Any, inputs: list[Tensor]) -> None:
     """Raise UnsupportedMixerError unless the call is self-attention with the batch first."""
     query, *keys_and_values = inputs
     name = type(module).__name__
@@ -125,7 +125,7 @@ def _score_term(mask: Tensor, hidden: Tensor) -> Tensor:
 def mamba_ssm_attention(module: Any, call: Call) -> LinearMixer:
     """Linearize mamba_ssm's MHA: softmax attention, after a convolution in some models."""
     call.refuse_cache("inference_params", position=1)
-    projected = run(module.in_proj, entering(module, call, "x"))
+    projected = run(module.in_proj, mixer_input(module, call, "x"))
     mlp_width, head, kv_heads = module.mlp_dim // 2, module.head_dim, module.num_heads_kv
     query_width, width = module.num_heads * head, kv_heads * head
     sizes = [query_width + 2 * width, mlp_width, mlp_width]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..operators import Chain, Diagonal, HeadCentering, Operator, Shape, ShortConv, Sum
 from ..operators.reorder import flip
 from .base import LinearMixer
-from .parts.common import activation_ratio, as_heads, causal_conv, frozen, masked, run
+from .parts.common import activation_ratio, as_heads, causal_conv, frozen, mask_operators, run
 from .parts.softmax import softmax_attention
 
 
@@ -91,7 +91,7 @@ class Path:
     def silence(self) -> Path:
         """Set padded tokens to zero, unless they are zero already."""
         if not self._is_silent:
-            self.then(*masked(self.mask, self.shape, self.values))
+            self.then(*mask_operators(self.mask, self.shape, self.values))
             self._is_silent = True
         return self
 
@@ -141,10 +141,7 @@ class Path:
         return self.then(operator)
 
     def both_ways(
-        self,
-        ahead: Callable[[Path], Path],
-        back: Callable[[Path], Path],
-        share: float = 1.0,
+        self, ahead: Callable[[Path], Path], back: Callable[[Path], Path], share: float = 1.0
     ) -> Path:
         """Replace the values with the sum of a forward and a backward direction.
 
@@ -153,13 +150,11 @@ class Path:
             back: function that applies the backward direction's steps, on reversed tokens.
             share: factor of each direction. Default: 1.0.
         """
-        reversal = flip(self.shape, self.values.device)
-        forward, backward = ahead(Path(self.now)), back(Path(reversal.apply(self.now)))
+        rev = flip(self.shape, self.values.device)
+        forward, backward = ahead(Path(self.now)), back(Path(rev.apply(self.now)))
         # without a component, so that restricting components keeps the factor
-        factor = Diagonal(self.values.new_full((1, 1, 1, 1), share), self.shape)
-        return self.then(
-            Sum(Chain(factor, *forward.parts), Chain(reversal, factor, *backward.parts, reversal))
-        )
+        scale = Diagonal(self.values.new_full((1, 1, 1, 1), share), self.shape)
+        return self.then(Sum(Chain(scale, *forward.parts), Chain(rev, scale, *backward.parts, rev)))
 
     def rms_norm(self, weight: Tensor | None, eps: float, groups: int | None = None) -> Path:
         """Apply an RMSNorm, frozen as a scale.

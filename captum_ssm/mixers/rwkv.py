@@ -7,8 +7,8 @@ Here alpha[i, j] is the softmax over j of (i - 1 - j) w + k[j] for j < i and u +
 with w = -exp(time_decay) and u = time_first.  Frozen: k and the gate.
 
 The values are the inputs v of alpha, so a token's value contains a part of the token before it.
-The unified paper also excludes this shift of the values.  The shift acts on the channels of h, and
-the value projection then mixes these channels, so no convolution per value channel equals it.
+The shift acts on the channels of h, and the value projection then mixes these channels, so no
+convolution per value channel equals it.
 
 In evaluation the model halves its residual stream every few blocks, and at its first run scales the
 output projections of later blocks in place to match.  h is normalized, so this changes only W_o.
@@ -44,27 +44,26 @@ from torch import Tensor
 
 from ..operators import WKV, Chain, DeltaRule, Diagonal
 from .base import Call, LinearMixer
-from .parts.common import as_heads, frozen, linear, run
-from .parts.common import entering as entering_of
+from .parts.common import as_heads, frozen, linear, mixer_input, run
 from .path import Path
 
 #: The logarithm of a decay is this constant times a sigmoid.
 _LOG_DECAY = -math.exp(-0.5)
 
 
-def shifted(hidden: Tensor) -> Tensor:
+def delta_to_previous(hidden: Tensor) -> Tensor:
     """Return hidden[t-1] - hidden[t] for every token t, (B, L, E)."""
     return F.pad(hidden, (0, 0, 1, -1)) - hidden
 
 
-def entering(module: Any, hidden: Tensor) -> list[Tensor]:
+def mix_with_previous(module: Any, hidden: Tensor) -> list[Tensor]:
     """Return the inputs of r, w, k, v, a and g: tokens mixed with the previous token, (B, L, E).
 
     Args:
         module: the layer, with the weights of the previous token, ``x_r`` and so on.
         hidden: input of the layer (B, L, E).
     """
-    delta = shifted(hidden)
+    delta = delta_to_previous(hidden)
     return [hidden + delta * getattr(module, f"x_{name}").to(hidden) for name in "rwkvag"]
 
 
@@ -73,39 +72,39 @@ def log_decay(x: Tensor) -> Tensor:
     return _LOG_DECAY * torch.sigmoid(x)
 
 
-def with_first(v: Tensor, first: Tensor, share: Tensor) -> Tensor:
-    """Return v' = v + s (v_first - v), with s the sigmoid of ``share``."""
-    return v + torch.sigmoid(share).detach() * (first.to(v) - v)
+def mix_in_first_values(v: Tensor, first: Tensor, logit: Tensor) -> Tensor:
+    """Return v' = v + s (v_first - v), with s = sigmoid(logit)."""
+    return v + torch.sigmoid(logit).detach() * (first.to(v) - v)
 
 
 def rwkv7(module: Any, call: Call) -> LinearMixer:
     """Linearize RWKV7TimeMix in captum_ssm.models.rwkv7: a delta rule with norm and gate."""
-    r, w, k, v, a, g = entering(module, entering_of(module, call))
+    r, w, k, v, a, g = mix_with_previous(module, mixer_input(module, call))
     keys, values = run(module.key, k), run(module.value, v)
     if not module.is_first:
-        share = _low_rank(module, "v", v)
-        values = with_first(values, call.argument("v_first", 1), share)
+        logit = _low_rank(module, "v", v)
+        values = mix_in_first_values(values, call.argument("v_first", 1), logit)
     gate = linear(torch.sigmoid(linear(g, module.g1.T)), module.g2.T)
     w, a = log_decay(_low_rank(module, "w", w, torch.tanh)), _low_rank(module, "a", a).sigmoid()
-    erase = unit(keys * module.k_k.to(keys), module.r_k.shape[0])
-    path = time_mixing(
+    erase = unit_vectors_by_head(keys * module.k_k.to(keys), module.r_k.shape[0])
+    path = scan_and_norm(
         module, module.ln_x, None, run(module.receptance, r), w, keys, values, a, erase
     )
-    at_rest = frozen(module.g2, gate).sum(0) / 2
-    found = closing(path, gate, at_rest, module.output)
-    return replace(found, passed_on={1: values}) if module.is_first else found
+    at_rest = frozen(module.g2, gate).sum(0) / 2  # sigmoid(0) = 1/2
+    mixer = gate_and_project(path, gate, at_rest, module.output)
+    return replace(mixer, passed_on={1: values}) if module.is_first else mixer
 
 
 def _low_rank(
     module: Any, name: str, x: Tensor, act: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """Return act(x M1) M2 + bias, with the low-rank matrices and bias of ``name``."""
-    first, second, bias = (getattr(module, f"{name}{n}") for n in (1, 2, 0))
-    inner = linear(x, first.T)
-    return linear(inner if act is None else act(inner), second.T, bias.flatten())
+    down, up, bias = (getattr(module, f"{name}{suffix}") for suffix in (1, 2, 0))
+    inner = linear(x, down.T)
+    return linear(inner if act is None else act(inner), up.T, bias.flatten())
 
 
-def time_mixing(
+def scan_and_norm(
     module: Any,
     norm: Any,
     mask: Tensor | None,
@@ -128,20 +127,21 @@ def time_mixing(
     heads = module.r_k.shape[0]
     r, w, k, a = (as_heads(x, heads) for x in (r, w, k, a))
     key = k + k * (a - 1) * frozen(module.k_a, k).view(heads, -1)
-    own = (r * key * frozen(module.r_k, r)).sum(-1, keepdim=True)
-    path, one = Path(v, mask, heads).silence(), torch.ones_like(r[..., 0])
-    scan = DeltaRule(r, key, one, w, path.shape.per_head, erase=erase, erase_step=a)
+    own_weight = (r * key * frozen(module.r_k, r)).sum(-1, keepdim=True)
+    path, ones = Path(v, mask, heads).silence(), torch.ones_like(r[..., 0])
+    scan = DeltaRule(r, key, ones, w, path.shape.per_head, erase=erase, erase_step=a)
     by_state = Path(path.now).scan(scan).layer_norm(norm.weight, norm.bias, norm.eps)
-    return path.scan(Chain(*by_state.parts), Diagonal(own, path.shape, "scan"))
+    # the norm applies only to the part of the output that passes through the state
+    return path.scan(Chain(*by_state.parts), Diagonal(own_weight, path.shape, "scan"))
 
 
-def closing(path: Path, gate: Tensor, at_rest: Tensor, output: Any) -> LinearMixer:
+def gate_and_project(path: Path, gate: Tensor, at_rest: Tensor, output: Any) -> LinearMixer:
     """Apply the gate (B, L, H P), which is ``at_rest`` for zero input, and project the output."""
-    rest = as_heads(at_rest.view(1, 1, -1), path.shape.heads)
-    return path.scale(gate, "gate", at_rest=rest).to(output)
+    by_head = as_heads(at_rest.view(1, 1, -1), path.shape.heads)
+    return path.scale(gate, "gate", at_rest=by_head).to(output)
 
 
-def unit(x: Tensor, heads: int) -> Tensor:
+def unit_vectors_by_head(x: Tensor, heads: int) -> Tensor:
     """Normalize the vector of each head of ``x`` (B, L, H N) to length one, (B, L, H, N)."""
     return F.normalize(as_heads(x, heads), dim=-1)
 
@@ -149,11 +149,11 @@ def unit(x: Tensor, heads: int) -> Tensor:
 def rwkv4(module: Any, call: Call) -> LinearMixer:
     """Linearize transformers' RwkvSelfAttention: WKV with a gate."""
     call.refuse_cache("state", position=1)
-    hidden = entering_of(module, call, "hidden")
-    before = F.pad(hidden, (0, 0, 1, -1))
-    shares = module.time_mix_key, module.time_mix_value, module.time_mix_receptance
-    mixed = (hidden * mix + before * (1 - mix) for mix in (x.to(hidden) for x in shares))
+    hidden = mixer_input(module, call, "hidden")
+    previous = F.pad(hidden, (0, 0, 1, -1))
+    weights = module.time_mix_key, module.time_mix_value, module.time_mix_receptance
+    inputs = (hidden * mix + previous * (1 - mix) for mix in (x.to(hidden) for x in weights))
     projections = module.key, module.value, module.receptance
-    key, values, gate = (run(p, x) for p, x in zip(projections, mixed, strict=True))
+    key, values, gate = (run(p, x) for p, x in zip(projections, inputs, strict=True))
     scan = WKV(key, -torch.exp(module.time_decay.to(key)), module.time_first.to(key))
     return Path(values).scan(scan).gate(gate, torch.sigmoid).to(module.output)

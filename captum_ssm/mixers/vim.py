@@ -28,7 +28,7 @@ from ..operators import Chain, Diagonal, Operator, SelectiveScan, ShortConv, Sum
 from ..operators.reorder import flip
 from .base import Call, LinearMixer
 from .mamba import selection
-from .parts.common import entering, projection, run
+from .parts.common import mixer_input, projection, run
 from .path import Path
 
 #: Relative error above which an output is not the sum of two directions; rounding is far smaller.
@@ -37,13 +37,13 @@ _ANOTHER_FUNCTION = 0.25
 
 def vim_mixer(module: Any, call: Call) -> LinearMixer:
     """Linearize VimMixer in captum_ssm.models.vim, with scans in one or both directions."""
-    return _linearize(module, run(module.in_proj, entering(module, call)), called=True)
+    return _linearize(module, run(module.in_proj, mixer_input(module, call)), called=True)
 
 
 def published_fork(module: Any, call: Call) -> LinearMixer:
     """Linearize Mamba in the fork of mamba_ssm that Vision Mamba publishes."""
     call.refuse_cache("inference_params", position=1)
-    projected = projection(module.in_proj, called=False)(entering(module, call))
+    projected = projection(module.in_proj, called=False)(mixer_input(module, call))
     mixer = _linearize(module, projected, called=not module.use_fast_path)
     if module.bimamba_type != "none" and not module.use_fast_path:
         _check_both_directions(module, mixer, call.output_tensor)
@@ -65,9 +65,9 @@ def _check_both_directions(module: Any, mixer: LinearMixer, output: Tensor) -> N
 
 
 def _linearize(module: Any, projected: Tensor, called: bool) -> LinearMixer:
-    """Return the mixer, given x and z (B, L, 2 D); ``called`` is as in :func:`direction`."""
+    """Return the mixer, given x and z (B, L, 2 D); if not ``called``, it uses raw weights."""
     x, z = projected.chunk(2, -1)
-    path, ahead = Path(x), partial(direction, module=module, called=called)
+    path, ahead = Path(x), partial(apply_direction, module=module, called=called)
     # the attribute's name differs between published copies
     halved = getattr(module, "if_divide_out", getattr(module, "if_devide_out", False))
     if module.bimamba_type == "v2":
@@ -79,15 +79,16 @@ def _linearize(module: Any, projected: Tensor, called: bool) -> LinearMixer:
         scan, a = partial(SelectiveScan, dt, b=b, c=c), -torch.exp(module.A_log.to(dt))
         a_b = -torch.exp(module.A_b_log.to(dt))
         back = SelectiveScan(dt.flip(1), a_b, b.flip(1), c.flip(1))
-        turn = flip(path.shape, x.device, "scan")
-        path.scan(scan(a), Chain(turn, back, turn), skip=2 * module.D)
+        reversal = flip(path.shape, x.device, "scan")
+        path.scan(scan(a), Chain(reversal, back, reversal), skip=2 * module.D)
     else:
         ahead(path)
+    # gamma scales the channels of the output
     gamma, out_proj = getattr(module, "gamma", None), projection(module.out_proj, called)
     return path.gate(z).to(lambda y: out_proj(y) if gamma is None else out_proj(y) * gamma.to(y))
 
 
-def direction(path: Path, module: Any, suffix: str = "", called: bool = True) -> Path:
+def apply_direction(path: Path, module: Any, suffix: str = "", called: bool = True) -> Path:
     """Apply one direction of a Mamba, without the gate.
 
     Args:
@@ -106,40 +107,41 @@ def direction(path: Path, module: Any, suffix: str = "", called: bool = True) ->
 
 def bi_mamba(module: Any, call: Call) -> LinearMixer:
     """Linearize BiMamba in captum_ssm.models.dna: the sum of both directions, times a gate."""
-    x, z = run(module.mamba_fwd.in_proj, entering(module, call)).chunk(2, -1)
-    ahead, back = (partial(direction, module=m) for m in (module.mamba_fwd, module.mamba_rev))
-    return Path(x).both_ways(ahead, back).gate(z).to(partial(_out, module))
+    x, z = run(module.mamba_fwd.in_proj, mixer_input(module, call)).chunk(2, -1)
+    ahead, back = (partial(apply_direction, module=m) for m in (module.mamba_fwd, module.mamba_rev))
+    return Path(x).both_ways(ahead, back).gate(z).to(partial(_project_sum, module))
 
 
 def both_strands(module: Any, call: Call) -> LinearMixer:
     """Linearize StrandsMixer in captum_ssm.models.dna: BiMamba on both strands of DNA."""
     mixer = module.submodule
-    one, other = entering(module, call).chunk(2, -1)
-    a, z_a = run(mixer.mamba_fwd.in_proj, one).chunk(2, -1)
-    b, z_b = run(mixer.mamba_fwd.in_proj, other.flip(1, 2)).chunk(2, -1)  # x and z of R b
+    strand, other_strand = mixer_input(module, call).chunk(2, -1)
+    a, z_a = run(mixer.mamba_fwd.in_proj, strand).chunk(2, -1)
+    b, z_b = run(mixer.mamba_fwd.in_proj, other_strand.flip(1, 2)).chunk(2, -1)  # x and z of R b
     fwd, rev = mixer.mamba_fwd, mixer.mamba_rev
-    ahead = _join_paths(direction(Path(a), fwd), direction(Path(b.flip(1)), rev))
-    back = _join_paths(direction(Path(a.flip(1)), rev), direction(Path(b), fwd))
+    ahead = _join_paths(apply_direction(Path(a), fwd), apply_direction(Path(b.flip(1)), rev))
+    back = _join_paths(apply_direction(Path(a.flip(1)), rev), apply_direction(Path(b), fwd))
+    # ahead and back have their steps already, so their functions ignore the values
     path = Path(torch.cat([a, b.flip(1)], -1)).both_ways(lambda _: ahead, lambda _: back)
 
     def project(y: Tensor) -> Tensor:
-        one, other = y.chunk(2, -1)
-        return torch.cat([_out(mixer, one), _out(mixer, other).flip(-1)], -1)
+        out, other_out = y.chunk(2, -1)
+        return torch.cat([_project_sum(mixer, out), _project_sum(mixer, other_out).flip(-1)], -1)
 
     return path.scale(torch.cat([F.silu(z_a), F.silu(z_b).flip(1)], -1), "gate").to(project)
 
 
-def _out(module: Any, y: Tensor) -> Tensor:
+def _project_sum(module: Any, y: Tensor) -> Tensor:
     """Project the sum of both directions; both outputs contain the bias, so it is added twice."""
     out_proj = module.mamba_fwd.out_proj
     out = run(out_proj, y)
     return out if out_proj.bias is None else out + out_proj.bias.to(out)
 
 
-def _join_paths(one: Path, other: Path) -> Path:
+def _join_paths(first: Path, second: Path) -> Path:
     """Join two paths with the same order of tokens to one path with all their heads."""
-    path = Path(torch.cat([one.values, other.values], 2))
-    pairs = zip(one.parts[::-1], other.parts[::-1], strict=True)
+    path = Path(torch.cat([first.values, second.values], 2))
+    pairs = zip(first.parts[::-1], second.parts[::-1], strict=True)
     return path.then(*(_join_steps(path, *pair) for pair in pairs))
 
 
@@ -152,7 +154,8 @@ def _join_steps(path: Path, one: Any, other: Any) -> Operator:
     if isinstance(one, ShortConv):
         bias = None if one.bias is None else torch.cat([one.bias, other.bias], 2)
         return ShortConv(torch.cat([one.weight, other.weight]), path.shape, bias)
-    first, second = ({**scan.tensors(), **scan.live} for scan in (one, other))
-    b, c = (torch.stack([first[name], second[name]], 2) for name in "BC")  # (B, L, 2, N)
-    dt = torch.cat([first["dt"], second["dt"]], 2)
+    # coefficients of the scans, with their graphs
+    tensors, other_tensors = ({**scan.tensors(), **scan.live} for scan in (one, other))
+    b, c = (torch.stack([tensors[name], other_tensors[name]], 2) for name in "BC")  # (B, L, 2, N)
+    dt = torch.cat([tensors["dt"], other_tensors["dt"]], 2)
     return SelectiveScan(dt, torch.cat([one.a, other.a]), b, c)

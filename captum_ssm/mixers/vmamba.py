@@ -20,7 +20,7 @@ from torch import nn
 
 from ..operators import Chain, Operator, Permute, SelectiveScan, ShortConv
 from .base import Call, LinearMixer
-from .parts.common import entering, frozen, linear, run
+from .parts.common import frozen, linear, mixer_input, run
 from .parts.token_map import Downsampling, TokenMap
 from .path import Path
 
@@ -28,13 +28,13 @@ from .path import Path
 def ss2d(module: Any, call: Call) -> LinearMixer:
     """Linearize SS2D: a sum of selective scans of a map in several token orders."""
     size = call.argument("size", 1)
-    projected = run(module.in_proj, entering(module, call))
+    projected = run(module.in_proj, mixer_input(module, call))
     x, z = projected.chunk(2, -1) if module.form.gate else (projected, None)
     path, norm = Path(x), module.out_norm
     if module.conv2d is not None:
         path.then(_conv(module.conv2d, path, size[1]))
     path.act(module.act)
-    skip = frozen(module.Ds, x).view(len(module.x_proj_weight), -1).sum(0)
+    skip = frozen(module.Ds, x).view(len(module.x_proj_weight), -1).sum(0)  # of all scan orders
     path.scan(*_scans(module, path, size), skip=skip)
     if isinstance(norm, nn.LayerNorm):
         path.layer_norm(norm.weight, norm.bias, norm.eps, across=True)
@@ -49,6 +49,7 @@ def _conv(conv: nn.Conv2d, path: Path, width: int) -> ShortConv:
     """Return a depthwise convolution of a two-dimensional map as an operator."""
     weight = conv.weight.to(path.values).flatten(2)  # (D, 1, K)
     bias = None if conv.bias is None else frozen(conv.bias, path.values).view(1, 1, -1, 1)
+    # the kernel reaches this many rows above a token, and columns to its left
     (rows, columns), (above, left) = conv.kernel_size, (side // 2 for side in conv.kernel_size)
     lags = [(above - i, left - j) for i in range(rows) for j in range(columns)]
     return ShortConv(weight, path.shape, bias, lags, width=width)
@@ -57,23 +58,24 @@ def _conv(conv: nn.Conv2d, path: Path, width: int) -> ShortConv:
 def _scans(module: Any, path: Path, size: tuple[int, int]) -> list[Operator]:
     """Return one scan for each scan order, with parameters computed from ``path.now``."""
     activated = path.now.squeeze(-1)
-    count, _, rank = module.dt_projs_weight.shape
-    rates = (-torch.exp(module.A_logs.to(activated))).chunk(count)
-    state = rates[0].shape[1]
-    terms: list[Operator] = []
+    orders, _, rank = module.dt_projs_weight.shape
+    rates = (-torch.exp(module.A_logs.to(activated))).chunk(orders)
+    state_size = rates[0].shape[1]
+    scans: list[Operator] = []
     for k, order in enumerate(module.scan_orders(size, torch.device("cpu"))):
-        there = Permute(order, path.shape, "scan", device=activated.device)
-        selected = linear(activated, module.x_proj_weight[k]).index_select(1, there.order)
-        t, b, c = torch.split(selected, [rank, state, state], -1)
+        permute = Permute(order, path.shape, "scan", device=activated.device)
+        selected = linear(activated, module.x_proj_weight[k]).index_select(1, permute.order)
+        t, b, c = torch.split(selected, [rank, state_size, state_size], -1)
         dt = F.softplus(linear(t, module.dt_projs_weight[k], module.dt_projs_bias[k]))
-        terms.append(Chain(there.inverted(), SelectiveScan(dt, rates[k], b, c), there))
-    return terms
+        scans.append(Chain(permute.inverted(), SelectiveScan(dt, rates[k], b, c), permute))
+    return scans
 
 
 def _downsampling(call: Call, size: tuple[int, int]) -> Downsampling | None:
     """Return the down-sampling convolution to the next, coarser map, or None after the last map."""
+    # the enclosing modules, innermost first
     stage: Any = next((m for m in call.around if hasattr(m, "downsample")), None)
     if stage is None:
         return None
-    coarser = next((m for m in stage.downsample.modules() if hasattr(m, "kernel_size")), None)
-    return None if coarser is None else Downsampling(coarser, size)
+    conv = next((m for m in stage.downsample.modules() if hasattr(m, "kernel_size")), None)
+    return None if conv is None else Downsampling(conv, size)

@@ -48,16 +48,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import UnsupportedMixerError
-from ..operators import (
-    Chain,
-    DirectSum,
-    FeedbackRecurrence,
-    HeadCentering,
-    ScalarDecayHeads,
-)
+from ..operators import Chain, DirectSum, FeedbackRecurrence, HeadCentering, ScalarDecayHeads
 from ..operators.kernels.arithmetic import full_precision, unseen
 from .base import Call, LinearMixer
-from .parts.common import activation_ratio, as_heads, entering, frozen, run
+from .parts.common import activation_ratio, as_heads, frozen, mixer_input, run
 from .path import Path
 
 #: Constant that the cell of xLSTMLMModel adds to the normalizer.
@@ -67,7 +61,7 @@ _EPS = 1e-6
 def mlstm(module: Any, call: Call) -> LinearMixer:
     """Linearize an mLSTM layer of transformers or xLSTMLarge, fused or not."""
     call.refuse_cache("state", position=1)
-    hidden, config = entering(module, call, "x"), module.config
+    hidden, config = mixer_input(module, call, "x"), module.config
     backend = getattr(config, "mlstm_backend", config)
     if "siging" in str(backend.chunkwise_kernel):
         raise UnsupportedMixerError(
@@ -77,7 +71,7 @@ def mlstm(module: Any, call: Call) -> LinearMixer:
         )
     query, key, values, z, write, forget = _projections(module, hidden)
     write, forget = (_soft_cap(x, config.gate_soft_cap) for x in (write, forget))
-    path = _scanned(Path(values), query, key, write, forget, backend.eps, 0.0)
+    path = _mlstm_scan(Path(values), query, key, write, forget, backend.eps, 0.0)
     norm = module.multihead_norm
     path.layer_norm(norm.weight, norm.bias, norm.eps)
     return path.gate(z, torch.sigmoid).to(module.out_proj)
@@ -86,27 +80,27 @@ def mlstm(module: Any, call: Call) -> LinearMixer:
 def xlstm_mlstm(module: Any, call: Call) -> LinearMixer:
     """Linearize the package's mLSTMLayer in xLSTMBlockStack and xLSTMLMModel."""
     cell, heads = module.mlstm_cell, module.config.num_heads
-    x, z = run(module.proj_up, entering(module, call, "x")).chunk(2, -1)
-    by_skip = Path(x, heads=heads).conv(module.conv1d.conv).act(live=True)
-    query, key = (run(p, by_skip.now.flatten(2)) for p in (module.q_proj, module.k_proj))
+    x, z = run(module.proj_up, mixer_input(module, call, "x")).chunk(2, -1)
+    skip_path = Path(x, heads=heads).conv(module.conv1d.conv).act(live=True)
+    query, key = (run(p, skip_path.now.flatten(2)) for p in (module.q_proj, module.k_proj))
     value = run(module.v_proj, x)
     gates = torch.cat([query, key, value], -1)
     write, forget = run(cell.igate, gates), run(cell.fgate, gates)
     query, key = as_heads(query, heads), as_heads(key, heads)
-    by_cell = _scanned(Path(value, heads=heads), query, key, write, forget, _EPS, -torch.inf)
-    scale = _head_norm(cell.outnorm, by_cell.now)
-    by_skip.scale(frozen(module.learnable_skip, x).view(1, 1, -1), "skip")
+    cell_path = _mlstm_scan(Path(value, heads=heads), query, key, write, forget, _EPS, -torch.inf)
+    scale = _head_norm(cell.outnorm, cell_path.now)
+    skip_path.scale(frozen(module.learnable_skip, x).view(1, 1, -1), "skip")
     path = Path(torch.cat([value, x], -1), heads=2 * heads)
     centered = torch.cat([scale.new_ones(heads), scale.new_zeros(heads)])
     path.then(
-        DirectSum(Chain(*by_cell.parts), Chain(*by_skip.parts)),
+        DirectSum(Chain(*cell_path.parts), Chain(*skip_path.parts)),
         HeadCentering(path.shape, scale, centered=centered),
     )
     path.scale(torch.cat([scale, torch.ones_like(scale)], 2), "norm").gate(torch.cat([z, z], -1))
 
     def project(y: Tensor) -> Tensor:
-        one, other = y.chunk(2, -1)
-        return run(module.proj_down, one + other)
+        cell, skip = y.chunk(2, -1)
+        return run(module.proj_down, cell + skip)
 
     return path.to(project)
 
@@ -118,7 +112,7 @@ def _head_norm(norm: Any, x: Tensor) -> Tensor:
     return scale if weight is None else scale * frozen(weight, x).view(x.shape[2:])
 
 
-def _scanned(
+def _mlstm_scan(
     path: Path, query: Tensor, key: Tensor, write: Tensor, forget: Tensor, eps: float, start: float
 ) -> Path:
     """Apply the normalized recurrence of mLSTM to the path.
@@ -131,12 +125,12 @@ def _scanned(
         start: stabilizer before the first token.
     """
     log_decay = F.logsigmoid(forget)
-    before, after = _stabilizer(log_decay, write, start)
-    decay, scale = log_decay + before - after, (write - after).exp()
+    m_before, m_after = _stabilizer(log_decay, write, start)
+    decay, scale = log_decay + m_before - m_after, (write - m_after).exp()
     query = query * query.shape[-1] ** -0.5
     ones = torch.ones_like(query[..., :1])
-    rows = ScalarDecayHeads(query, key, decay, scale, 1).apply(ones)
-    normalizer = torch.maximum(rows.abs(), torch.exp(-after)[..., None]) + eps
+    row_sums = ScalarDecayHeads(query, key, decay, scale, 1).apply(ones)
+    normalizer = torch.maximum(row_sums.abs(), torch.exp(-m_after)[..., None]) + eps
     path.scan(ScalarDecayHeads(query, key, decay, scale, path.shape.per_head))
     return path.scale(1 / normalizer, "scan")
 
@@ -146,12 +140,12 @@ def _projections(module: Any, hidden: Tensor) -> list[Tensor]:
     heads = module.config.num_heads
     if module.config.weight_mode == "fused":
         sizes = [module.qk_dim, module.qk_dim, module.v_dim, module.v_dim]
-        wide = list(torch.split(run(module.qkv_opreact, hidden), sizes, -1))
+        vectors = list(torch.split(run(module.qkv_opreact, hidden), sizes, -1))
         gates = list(torch.split(run(module.ifgate_preact, hidden), heads, -1))
     else:
-        wide = [run(p, hidden) for p in (module.q, module.k, module.v, module.ogate_preact)]
+        vectors = [run(p, hidden) for p in (module.q, module.k, module.v, module.ogate_preact)]
         gates = [run(p, hidden) for p in (module.igate_preact, module.fgate_preact)]
-    return [*(as_heads(x, heads) for x in wide), *gates]
+    return [*(as_heads(x, heads) for x in vectors), *gates]
 
 
 def _soft_cap(x: Tensor, cap: float | None) -> Tensor:
@@ -161,21 +155,22 @@ def _soft_cap(x: Tensor, cap: float | None) -> Tensor:
 def _stabilizer(log_decay: Tensor, write: Tensor, start: float) -> tuple[Tensor, Tensor]:
     """Return m[t-1] and m[t] = max(log_decay[t] + m[t-1], write[t]), each (B, L, H).
 
-    The recurrence begins with m[-1] = start; the first returned m[t-1] is m[0] instead.
+    The recurrence begins with m[-1] = start.  The first returned m[t-1] is m[0] instead, because
+    start may be infinite, and the first token's decay acts on an empty state.
     """
-    after = torch.empty_like(write)
+    m_after = torch.empty_like(write)
     m = torch.full_like(write[:, 0], start)
     for t in range(write.shape[1]):
         m = torch.maximum(log_decay[:, t] + m, write[:, t])
-        after[:, t] = m
-    return torch.cat([after[:, :1], after[:, :-1]], 1), after
+        m_after[:, t] = m
+    return torch.cat([m_after[:, :1], m_after[:, :-1]], 1), m_after
 
 
 def xlstm_slstm(module: Any, call: Call) -> LinearMixer:
     """Linearize the package's sLSTMLayer, for both backends."""
     call.refuse_cache("conv_state", position=1)
     call.refuse_cache("slstm_state", position=2)
-    hidden = convolved = entering(module, call, "x")
+    hidden = convolved = mixer_input(module, call, "x")
     cell, heads = module.slstm_cell, module.config.num_heads
     if module.config.conv1d_kernel_size > 0:
         convolved = F.silu(Path(hidden).conv(module.conv1d.conv).now.squeeze(-1))
@@ -185,14 +180,14 @@ def xlstm_slstm(module: Any, call: Call) -> LinearMixer:
     bias = frozen(cell._bias_int2ext(cell._bias_), hidden)  # (H, 4, P)
     kernel = frozen(cell._recurrent_kernel_int2ext(cell._recurrent_kernel_), hidden)
     i, f, z, o = (as_heads(x, heads) + b for x, b in zip(inputs, bias.unbind(1), strict=True))
-    ordinary = module.config.function == "lstm"
-    before, after, fed = _run_cell(torch.stack([i, f, z, o], 2), kernel, ordinary)
-    fed_i, fed_f, fed_z, fed_o = fed.unbind(2)
+    is_lstm = module.config.function == "lstm"
+    log_before, log_after, feedback = _run_cell(torch.stack([i, f, z, o], 2), kernel, is_lstm)
+    fed_i, fed_f, fed_z, fed_o = feedback.unbind(2)
     ratio = activation_ratio(torch.tanh, "tanh", z + fed_z)
-    log_write = F.logsigmoid(i + fed_i) if ordinary else i + fed_i
+    log_write = F.logsigmoid(i + fed_i) if is_lstm else i + fed_i
     core = FeedbackRecurrence(
-        torch.exp(F.logsigmoid(f + fed_f) + (after - before)),
-        torch.exp(log_write + after) * ratio,
+        torch.exp(F.logsigmoid(f + fed_f) + (log_after - log_before)),
+        torch.exp(log_write + log_after) * ratio,
         torch.sigmoid(o + fed_o),
         kernel[:, :, 2].mT,
         at_rest=0.5,
@@ -204,34 +199,34 @@ def xlstm_slstm(module: Any, call: Call) -> LinearMixer:
 
 
 @torch.no_grad()
-def _run_cell(entering: Tensor, kernel: Tensor, ordinary: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _run_cell(inputs: Tensor, kernel: Tensor, is_lstm: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Run the sLSTM cell token by token, to get its scales and feedback.
 
     Args:
-        entering: pre-activations of i, f, z and o without the feedback (B, L, 4, H, P).
+        inputs: pre-activations of i, f, z and o without the feedback (B, L, 4, H, P).
         kernel: feedback matrices R (H, P, 4, P).
-        ordinary: whether the cell is an ordinary LSTM.
+        is_lstm: whether the cell is an ordinary LSTM.
 
     Returns:
         The logarithm of the state's scale before and after each token, (B, L, H, P), and the
         feedback R y[t-1], (B, L, 4, H, P).
     """
-    fed = torch.zeros_like(entering)
-    scales = torch.zeros_like(entering[:, :, 0])
-    with unseen(), full_precision(entering.device):
-        state = output = torch.zeros_like(entering[:, 0, 0])
+    feedback = torch.zeros_like(inputs)
+    scales = torch.zeros_like(inputs[:, :, 0])
+    with unseen(), full_precision(inputs.device):
+        state = output = torch.zeros_like(inputs[:, 0, 0])
         log_n = torch.full_like(state, -torch.inf)
-        for t in range(entering.shape[1]):
-            fed[:, t] = torch.einsum("bhp,hpgq->bghq", output, kernel)
-            i, f, z, o = (entering[:, t] + fed[:, t]).unbind(1)
-            if ordinary:
+        for t in range(inputs.shape[1]):
+            feedback[:, t] = torch.einsum("bhp,hpgq->bghq", output, kernel)
+            i, f, z, o = (inputs[:, t] + feedback[:, t]).unbind(1)
+            if is_lstm:
                 state = torch.sigmoid(f) * state + torch.sigmoid(i) * torch.tanh(z)
                 ratio = activation_ratio(torch.tanh, "tanh", state)
                 output, scales[:, t] = torch.sigmoid(o) * ratio * state, ratio.log()
             else:
-                kept = F.logsigmoid(f) + log_n
-                log_n = torch.logaddexp(kept, i)
-                state = (kept - log_n).exp() * state + (i - log_n).exp() * torch.tanh(z)
+                log_kept = F.logsigmoid(f) + log_n
+                log_n = torch.logaddexp(log_kept, i)
+                state = (log_kept - log_n).exp() * state + (i - log_n).exp() * torch.tanh(z)
                 output, scales[:, t] = torch.sigmoid(o) * state, -log_n
     # before the first token the state is zero, so any scale is right
-    return torch.cat([scales[:, :1], scales[:, :-1]], 1), scales, fed
+    return torch.cat([scales[:, :1], scales[:, :-1]], 1), scales, feedback

@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from ...operators import DeltaRule, ScalarDecayHeads
 from ...operators.heads import ScoredHeads
 from ..base import Call, LinearMixer
-from ..parts.common import as_heads, rms_norm, run, unit, zeroed
+from ..parts.common import as_heads, rms_norm, run, unit_vectors, zeroed
 from ..parts.softmax import seen_pairs
 from ..path import Path
-from .common import entering, projected, rotated
+from .common import input_and_mask, project, rotate
 
 
 def fla_attention(module: Any, call: Call) -> LinearMixer:
@@ -43,12 +43,12 @@ def fla_attention(module: Any, call: Call) -> LinearMixer:
 
     With padding, the window counts only real tokens, but rotations count padded tokens, too.
     """
-    hidden, mask = entering(module, call)
+    hidden, mask = input_and_mask(module, call)
     q = as_heads(run(module.q_proj, hidden), module.num_heads)
     k, v = (as_heads(run(p, hidden), module.num_kv_heads) for p in (module.k_proj, module.v_proj))
     if module.qk_norm:
         q, k = run(module.q_norm, q), run(module.k_norm, k)
-    q, k = (rotated(module.rotary, None, x) for x in (q, k))
+    q, k = (rotate(module.rotary, None, x) for x in (q, k))
     k, v = (x.repeat_interleave(module.num_kv_groups, 2) for x in (k, v))
     if mask is None:
         pairs = seen_pairs(hidden.shape[1], hidden.device, window=module.window_size)
@@ -64,15 +64,15 @@ def fla_attention(module: Any, call: Call) -> LinearMixer:
 
 def fla_forgetting(module: Any, call: Call) -> LinearMixer:
     """Linearize fla's ForgettingAttention: softmax attention with decays in the scores."""
-    hidden, mask = entering(module, call)
+    hidden, mask = input_and_mask(module, call)
     heads, groups = module.num_heads, module.num_kv_groups
-    q = _normed_channels(module, "q", hidden, heads) * module.head_dim**-0.5
-    k = _normed_channels(module, "k", hidden, module.num_kv_heads).repeat_interleave(groups, 2)
-    forget = zeroed(F.logsigmoid(run(module.f_proj, hidden)), mask)
+    q = _queries_or_keys(module, "q", hidden, heads) * module.head_dim**-0.5
+    k = _queries_or_keys(module, "k", hidden, module.num_kv_heads).repeat_interleave(groups, 2)
+    log_forget = zeroed(F.logsigmoid(run(module.f_proj, hidden)), mask)
     path = Path(run(module.v_proj, hidden), mask, module.num_kv_heads).repeat(groups).silence()
     per_head = path.shape.per_head
-    reads = ScalarDecayHeads(q, k, torch.zeros_like(forget.detach()), None, per_head)
-    path.scan(ScoredHeads(reads, forget, per_head, mask))
+    scores = ScalarDecayHeads(q, k, torch.zeros_like(log_forget.detach()), None, per_head)
+    path.scan(ScoredHeads(scores, log_forget, per_head, mask))
     if module.use_output_gate:
         path.gate(run(module.g_proj, hidden), torch.sigmoid)
     return path.to(module.o_proj)
@@ -80,28 +80,28 @@ def fla_forgetting(module: Any, call: Call) -> LinearMixer:
 
 def fla_path(module: Any, call: Call) -> LinearMixer:
     """Linearize fla's PaTHAttention: softmax attention with the scores of a delta rule."""
-    hidden, _ = entering(module, call)
+    hidden, _ = input_and_mask(module, call)
     heads, groups = module.num_kv_heads, module.num_heads // module.num_kv_heads
-    q = _normed(module.maybe_q_norm, as_heads(run(module.q_proj, hidden), module.num_heads))
-    k = _normed(module.maybe_k_norm, as_heads(run(module.k_proj, hidden), heads))
-    w = unit(as_heads(projected(module, "w", hidden), heads))
+    q = _normalize(module.maybe_q_norm, as_heads(run(module.q_proj, hidden), module.num_heads))
+    k = _normalize(module.maybe_k_norm, as_heads(run(module.k_proj, hidden), heads))
+    w = unit_vectors(as_heads(project(module, "w", hidden), heads))
     beta = (2 * torch.sigmoid(run(module.bt_proj, hidden)))[..., None].expand_as(w)
     k, w, beta = (x.repeat_interleave(groups, 2) for x in (k, w, beta))
-    scaling, one = module.head_dim**-0.5, torch.ones_like(q[..., 0].detach())
-    reads = DeltaRule(q * scaling, k, one, None, module.head_dim, erase=w, erase_step=beta)
-    forget = None
+    scaling, ones = module.head_dim**-0.5, torch.ones_like(q[..., 0].detach())
+    scores = DeltaRule(q * scaling, k, ones, None, module.head_dim, erase=w, erase_step=beta)
+    log_forget = None
     if module.use_forget_gate:
-        forget = scaling * F.logsigmoid(run(module.g_proj, hidden))
+        log_forget = scaling * F.logsigmoid(run(module.g_proj, hidden))
     path = Path(run(module.v_proj, hidden), heads=heads).repeat(groups)
-    return path.scan(ScoredHeads(reads, forget, module.head_dim)).to(module.o_proj)
+    return path.scan(ScoredHeads(scores, log_forget, module.head_dim)).to(module.o_proj)
 
 
-def _normed(norm: Any, x: Tensor) -> Tensor:
+def _normalize(norm: Any, x: Tensor) -> Tensor:
     """Return queries or keys (B, L, H, N) after the norm of each head, if there is one."""
     return x if isinstance(norm, nn.Identity) else rms_norm(x, norm.eps, norm.weight)
 
 
-def _normed_channels(module: Any, name: str, hidden: Tensor, heads: int) -> Tensor:
+def _queries_or_keys(module: Any, name: str, hidden: Tensor, heads: int) -> Tensor:
     """Return ForgettingAttention's queries or keys (B, L, H, N), normalized if it has norms."""
     x = as_heads(run(getattr(module, f"{name}_proj"), hidden), heads)
     if not module.qk_norm:

@@ -16,24 +16,24 @@ from torch import Tensor
 
 from ...errors import InputError
 from ..base import Call, LinearMixer
-from ..parts.common import as_heads, padding_mask, refuse_packed, run, zeroed
-from ..parts.common import entering as entering_of
+from ..parts.common import as_heads, mixer_input, padding_mask, refuse_packed, run, zeroed
 from ..path import Path
 
 
-def entering(module: Any, call: Call) -> tuple[Tensor, Tensor | None]:
+def input_and_mask(module: Any, call: Call) -> tuple[Tensor, Tensor | None]:
     """Return a layer's input (B, L, E) in the working dtype, and the mask of real tokens."""
     call.refuse_cache("past_key_values", position=2)
     names = list(inspect.signature(type(module).forward).parameters)[1:]
+    # the position of cu_seqlens differs between layers
     refuse_packed(call, **{x: i for i, x in enumerate(names) if x == "cu_seqlens"})
-    hidden = entering_of(module, call)
+    hidden = mixer_input(module, call)
     return hidden, padding_mask(call.argument("attention_mask", 1), hidden)
 
 
-def entering_unpadded(
+def zeroed_input_and_mask(
     module: Any, call: Call, skips: str | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return :func:`entering` with padded tokens set to zero, for a layer that removes them.
+    """Return :func:`input_and_mask` with padded tokens set to zero, for a layer that removes them.
 
     Args:
         module: the layer.
@@ -41,13 +41,13 @@ def entering_unpadded(
         skips: name of the submodule that would skip padding between real tokens, for the error.
             Default: None, the short convolution if the layer has one.
     """
-    hidden, mask = entering(module, call)
+    hidden, mask = input_and_mask(module, call)
     if mask is None:
         return hidden, None
     if skips is None and getattr(module, "use_short_conv", False):
         skips = "short convolution"
-    pieces = (mask[:, 1:] != mask[:, :-1]).sum(1)
-    if skips is not None and bool((pieces > 1).any()):
+    changes = (mask[:, 1:] != mask[:, :-1]).sum(1)
+    if skips is not None and bool((changes > 1).any()):  # not only on one side
         raise InputError(
             f"The attention_mask passed to {type(module).__name__} has padding between tokens of "
             f"one sequence, which its {skips} would skip. Pad every sequence on one side only."
@@ -55,7 +55,7 @@ def entering_unpadded(
     return zeroed(hidden, mask), mask
 
 
-def projected(
+def project(
     module: Any, name: str, hidden: Tensor, silu: bool = False, mask: Tensor | None = None
 ) -> Tensor:
     """Return a projection (B, L, C) after its short convolution and activation, if there are any.
@@ -71,14 +71,14 @@ def projected(
     x, conv = run(getattr(module, f"{name}_proj"), hidden), getattr(module, f"{name}_conv1d", None)
     if conv is None:
         return F.silu(x) if silu else x
-    u = Path(zeroed(x, mask)).conv(conv).now.squeeze(-1)
-    return u if conv.activation is None else F.silu(u)
+    convolved = Path(zeroed(x, mask)).conv(conv).now.squeeze(-1)
+    return convolved if conv.activation is None else F.silu(convolved)
 
 
 def queries_and_keys(module: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return queries (B, L, H, N) and keys of groups of heads (B, L, G, N) of RetNet or GLA."""
-    q = as_heads(projected(module, "q", hidden), module.num_heads)
-    k = as_heads(projected(module, "k", hidden), module.num_kv_heads)
+    q = as_heads(project(module, "q", hidden), module.num_heads)
+    k = as_heads(project(module, "k", hidden), module.num_kv_heads)
     if module.feature_map_fn is None:
         return q, k
     return module.feature_map_fn(q), module.feature_map_fn(k)
@@ -115,7 +115,7 @@ def value_path(
     return path.silence()  # the convolution's bias reaches padded tokens
 
 
-def closing(
+def to_mixer(
     module: Any,
     hidden: Tensor,
     path: Path,
@@ -138,19 +138,19 @@ def closing(
     return path.silence().to(module.o_proj)
 
 
-def norm_and_act(module: Any) -> tuple[Any, Any]:
+def norm_and_gate_act(module: Any) -> tuple[Any, Any]:
     """Return the norm module of RetNet or GLA, and the gate's activation (None for no gate)."""
     if module.fuse_norm_and_gate:
         return module.g_norm_swish_gate, F.silu
     return module.g_norm, module.gate_fn if getattr(module, "use_output_gate", True) else None
 
 
-def act_of(norm: Any) -> Callable[[Tensor], Tensor]:
+def gate_act(norm: Any) -> Callable[[Tensor], Tensor]:
     """Return the activation of the gate that a norm module applies: sigmoid or SiLU."""
     return torch.sigmoid if norm.activation == "sigmoid" else F.silu
 
 
-def rotated(rotary: Any, mask: Tensor | None, x: Tensor) -> Tensor:
+def rotate(rotary: Any, mask: Tensor | None, x: Tensor) -> Tensor:
     """Apply a rotary embedding to ``x`` (B, L, H, N), pairing channel n with channel n + N / 2.
 
     Positions count only real tokens.  As in the model, angles are float32 for every dtype of ``x``.
@@ -160,10 +160,10 @@ def rotated(rotary: Any, mask: Tensor | None, x: Tensor) -> Tensor:
     else:
         position = (mask.cumsum(1) - 1).clamp_min(0)
     frequency = rotary.inv_freq
-    if frequency.dtype != torch.float32:
+    if frequency.dtype != torch.float32:  # rounded by a cast of the model
         exponent = torch.arange(0, rotary.dim, 2, device=x.device, dtype=torch.float32) / rotary.dim
         frequency = 1.0 / rotary.base**exponent
     angle = position.float()[:, :, None, None] * frequency.to(x.device)
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    first, second = x.chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

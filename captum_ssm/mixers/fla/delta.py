@@ -34,83 +34,85 @@ from torch import Tensor
 
 from ...operators import DeltaProduct, DeltaRule
 from ..base import Call, LinearMixer
-from ..parts.common import as_heads, projection, run, unit, zeroed
-from .common import act_of, closing, entering_unpadded, projected, value_path
+from ..parts.common import as_heads, projection, run, unit_vectors, zeroed
+from .common import gate_act, project, to_mixer, value_path, zeroed_input_and_mask
 
 
 def fla_delta_net(module: Any, call: Call) -> LinearMixer:
     """Linearize fla's DeltaNet: a delta rule without decay."""
-    hidden, mask = entering_unpadded(module, call)
-    q, k = (_delta_net_key(module, name, hidden) for name in "qk")
+    hidden, mask = zeroed_input_and_mask(module, call)
+    q, k = (_queries_or_keys(module, name, hidden) for name in "qk")
     beta = _beta(module, hidden) if module.use_beta else torch.ones_like(q[..., 0])
     if module.allow_neg_eigval and not module.use_beta:
         beta = 2 * beta
-    return _delta_rule(module, hidden, mask, q, k, beta, None)
+    return _linearize(module, hidden, mask, q, k, beta, None)
 
 
 def fla_gated_delta_net(module: Any, call: Call) -> LinearMixer:
     """Linearize fla's GatedDeltaNet: a delta rule with one decay per head."""
-    hidden, mask = entering_unpadded(module, call)
-    q, k = _shared_keys(module, hidden)
+    hidden, mask = zeroed_input_and_mask(module, call)
+    q, k = _queries_and_keys(module, hidden)
     beta, log_decay = _beta(module, hidden), _log_decay(module, hidden)
-    return _delta_rule(module, hidden, mask, q, k, beta, log_decay)
+    return _linearize(module, hidden, mask, q, k, beta, log_decay)
 
 
 def fla_kda(module: Any, call: Call) -> LinearMixer:
     """Linearize fla's KimiDeltaAttention: a delta rule with a decay per key channel."""
-    hidden, mask = entering_unpadded(module, call)
+    hidden, mask = zeroed_input_and_mask(module, call)
     a = as_heads(run(module.f_proj, hidden) + module.dt_bias.to(hidden), module.num_v_heads)
     rate = module.A_log.to(hidden).exp()[:, None]
     if module.lower_bound is None:
         log_decay = -rate * F.softplus(a)
     else:
         log_decay = module.lower_bound * torch.sigmoid(rate * a)
-    q, k = _shared_keys(module, hidden)
-    return _delta_rule(module, hidden, mask, q, k, _beta(module, hidden), log_decay)
+    q, k = _queries_and_keys(module, hidden)
+    return _linearize(module, hidden, mask, q, k, _beta(module, hidden), log_decay)
 
 
 def fla_delta_product(module: Any, call: Call) -> LinearMixer:
     """Linearize fla's GatedDeltaProduct: several steps of a delta rule per token."""
-    hidden, mask = entering_unpadded(module, call)
-    count, heads = module.num_householder, module.num_v_heads
-    q, k = _shared_keys(module, hidden, count)
+    hidden, mask = zeroed_input_and_mask(module, call)
+    steps, heads = module.num_householder, module.num_v_heads
+    q, k = _queries_and_keys(module, hidden, steps)
     beta, log_decay = _beta(module, hidden), None
     if module.use_forget_gate:
-        log_decay = zeroed(_log_decay(module, hidden), mask).repeat(1, 1, count)
+        log_decay = zeroed(_log_decay(module, hidden), mask).repeat(1, 1, steps)
+    # head m * heads + h has the values of step m; q, keys, beta and decays are the same for each m
     scan = DeltaProduct(
-        q.repeat(1, 1, count, 1) * module.head_k_dim**-0.5,
-        torch.unflatten(k, 2, (count, heads)).repeat(1, 1, 1, count, 1),
-        torch.unflatten(beta, 2, (count, heads)).repeat(1, 1, 1, count),
+        q.repeat(1, 1, steps, 1) * module.head_k_dim**-0.5,
+        torch.unflatten(k, 2, (steps, heads)).repeat(1, 1, 1, steps, 1),
+        torch.unflatten(beta, 2, (steps, heads)).repeat(1, 1, 1, steps),
         log_decay,
-        [step for step in range(count) for _ in range(heads)],
-        module.head_v_dim,
+        writes=[step for step in range(steps) for _ in range(heads)],
+        per_head=module.head_v_dim,
     )
     path = value_path(module, hidden, mask, module.head_v_dim, silu=True).scan(scan)
-    norm, added = module.o_norm, torch.unflatten(path.now, 2, (count, heads)).sum(2)
-    factor = torch.rsqrt(added.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.to(added)
-    path.scale(factor.repeat(1, 1, count, 1), "norm")
+    # the norm applies to the sum over steps
+    norm, summed = module.o_norm, torch.unflatten(path.now, 2, (steps, heads)).sum(2)
+    factor = torch.rsqrt(summed.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.to(summed)
+    path.scale(factor.repeat(1, 1, steps, 1), "norm")
     if module.use_output_gate:
-        path.gate(run(module.g_proj, hidden).repeat(1, 1, count), act_of(norm))
+        path.gate(run(module.g_proj, hidden).repeat(1, 1, steps), gate_act(norm))
     out = projection(module.o_proj)
-    return path.silence().to(lambda y: out(torch.unflatten(y, -1, (count, -1)).sum(-2)))
+    return path.silence().to(lambda y: out(torch.unflatten(y, -1, (steps, -1)).sum(-2)))
 
 
 def fla_comba(module: Any, call: Call) -> LinearMixer:
     """Linearize fla's Comba: a delta rule with a separate erasing key."""
-    hidden, mask = entering_unpadded(module, call)
-    q, k = (as_heads(projected(module, n, hidden, True), module.num_heads) for n in "qk")
+    hidden, mask = zeroed_input_and_mask(module, call)
+    q, k = (as_heads(project(module, n, hidden, True), module.num_heads) for n in "qk")
     p = k
     if module.use_inner_decay:
         p = torch.sigmoid(module.decay.to(k))[:, None] * k
     if module.use_output_correction:
         q = q - module.D.to(q)[:, None] * p
-    shared = module.num_v_heads // module.num_heads
-    q, k, p = (unit(x).repeat_interleave(shared, 2) for x in (q, k, p))
+    values_per_key = module.num_v_heads // module.num_heads
+    q, k, p = (unit_vectors(x).repeat_interleave(values_per_key, 2) for x in (q, k, p))
     operands = q, k, torch.sigmoid(run(module.b_proj, hidden)), _log_decay(module, hidden)
-    return _delta_rule(module, hidden, mask, *operands, erase=p)
+    return _linearize(module, hidden, mask, *operands, erase=p)
 
 
-def _delta_rule(
+def _linearize(
     module: Any,
     hidden: Tensor,
     mask: Tensor | None,
@@ -126,15 +128,15 @@ def _delta_rule(
     q = q * module.head_k_dim**-0.5
     path.scan(DeltaRule(q, k, beta, log_decay, module.head_v_dim, erase=erase))
     gated = getattr(module, "use_gate", getattr(module, "use_output_gate", True))
-    return closing(module, hidden, path, module.o_norm, act_of(module.o_norm) if gated else None)
+    return to_mixer(module, hidden, path, module.o_norm, gate_act(module.o_norm) if gated else None)
 
 
-def _shared_keys(module: Any, hidden: Tensor, count: int = 1) -> tuple[Tensor, ...]:
-    """Return q and k (B, L, H, N), repeated for heads that share them; k has count * H heads."""
-    heads, shared = module.num_heads, module.num_v_heads // module.num_heads
-    pairs = (("q", heads), ("k", count * heads))
-    found = (as_heads(projected(module, name, hidden, silu=True), size) for name, size in pairs)
-    return tuple(unit(x).repeat_interleave(shared, 2) for x in found)
+def _queries_and_keys(module: Any, hidden: Tensor, steps: int = 1) -> tuple[Tensor, ...]:
+    """Return q and k (B, L, H, N), repeated for heads that share them; k has steps * H heads."""
+    heads, values_per_key = module.num_heads, module.num_v_heads // module.num_heads
+    pairs = (("q", heads), ("k", steps * heads))
+    vectors = (as_heads(project(module, name, hidden, silu=True), count) for name, count in pairs)
+    return tuple(unit_vectors(x).repeat_interleave(values_per_key, 2) for x in vectors)
 
 
 def _beta(module: Any, hidden: Tensor) -> Tensor:
@@ -147,12 +149,12 @@ def _log_decay(module: Any, hidden: Tensor) -> Tensor:
     return -rate * F.softplus(run(module.a_proj, hidden) + module.dt_bias.to(hidden))
 
 
-def _delta_net_key(module: Any, name: str, hidden: Tensor) -> Tensor:
+def _queries_or_keys(module: Any, name: str, hidden: Tensor) -> Tensor:
     """Return queries or keys (B, L, H, N) of DeltaNet, activated and normalized."""
-    x = projected(module, name, hidden, silu=module.qk_activation == "silu")
+    x = project(module, name, hidden, silu=module.qk_activation == "silu")
     if module.qk_activation == "relu":
         x = F.relu(x)
     elif module.qk_activation == "elu":
         x = F.elu(x) + 1
     x = as_heads(x, module.num_heads)
-    return unit(x) if module.qk_norm == "l2" else F.normalize(x, p=1.0, dim=-1, eps=1e-6)
+    return unit_vectors(x) if module.qk_norm == "l2" else F.normalize(x, p=1.0, dim=-1, eps=1e-6)

@@ -29,18 +29,17 @@ from torch import Tensor, nn
 from ...errors import UnsupportedMixerError
 from ...operators import ScalarDecayHeads, VectorDecayHeads
 from ..base import Call, LinearMixer
-from ..parts.common import as_heads, run, zeroed
-from ..parts.common import entering as entering_of
+from ..parts.common import as_heads, mixer_input, run, zeroed
 from ..path import Path
 from .common import (
-    closing,
-    entering,
-    entering_unpadded,
-    norm_and_act,
-    projected,
+    input_and_mask,
+    norm_and_gate_act,
+    project,
     queries_and_keys,
-    rotated,
+    rotate,
+    to_mixer,
     value_path,
+    zeroed_input_and_mask,
 )
 
 #: eps that LinearAttention adds to the sum of features, and to the sum of a row.
@@ -51,18 +50,18 @@ _BASED_EPS = 1e-6
 
 def fla_retention(module: Any, call: Call) -> LinearMixer:
     """Linearize fla's MultiScaleRetention: linear attention with a fixed decay per head."""
-    hidden, mask = entering_unpadded(module, call)
-    q, k = (rotated(module.rotary, mask, x) for x in queries_and_keys(module, hidden))
+    hidden, mask = zeroed_input_and_mask(module, call)
+    q, k = (rotate(module.rotary, mask, x) for x in queries_and_keys(module, hidden))
     head = torch.arange(module.num_heads, dtype=q.dtype, device=q.device)
     log_decay = zeroed(torch.log1p(-(2.0 ** (-5 - head))).expand(*q.shape[:3]), mask)
     path = _value_path(module, hidden, mask)
     _scalar_scan(module, path, q, k, log_decay)
-    return closing(module, hidden, path, *norm_and_act(module))
+    return to_mixer(module, hidden, path, *norm_and_gate_act(module))
 
 
 def fla_gla(module: Any, call: Call) -> LinearMixer:
     """Linearize fla's GatedLinearAttention: linear attention with a decay per key channel."""
-    hidden, mask = entering_unpadded(module, call)
+    hidden, mask = zeroed_input_and_mask(module, call)
     groups = module.num_kv_groups
     q, k = queries_and_keys(module, hidden)
     log_decay = F.logsigmoid(run(module.gk_proj, hidden)) / module.gate_logit_normalizer
@@ -73,19 +72,19 @@ def fla_gla(module: Any, call: Call) -> LinearMixer:
     log_decay = zeroed(log_decay, mask)
     path = _value_path(module, hidden, mask)
     path.scan(VectorDecayHeads(q * module.head_k_dim**-0.5, k, log_decay, module.head_v_dim))
-    return closing(module, hidden, path, *norm_and_act(module))
+    return to_mixer(module, hidden, path, *norm_and_gate_act(module))
 
 
 def fla_simple_gla(module: Any, call: Call) -> LinearMixer:
     """Linearize SimpleGatedLinearAttention, which, unlike GLA, does not remove padded tokens."""
-    hidden, mask = entering(module, call)
+    hidden, mask = input_and_mask(module, call)
     features = module.feature_map_fn or (lambda x: x)
-    q, k = (features(projected(module, name, hidden, mask=mask)) for name in "qk")
+    q, k = (features(project(module, name, hidden, mask=mask)) for name in "qk")
     q, k = as_heads(q, module.num_heads), as_heads(k, module.num_kv_heads)
     log_decay = F.logsigmoid(run(module.gk_proj, hidden)) / module.gate_logit_normalizer
     path = _value_path(module, hidden, mask)
     _scalar_scan(module, path, q, k, zeroed(log_decay, mask))
-    norm, act = norm_and_act(module)
+    norm, act = norm_and_gate_act(module)
     path.rms_norm(norm.weight, norm.eps)
     if act is not None:
         path.gate(run(module.g_proj, hidden), act)
@@ -94,20 +93,20 @@ def fla_simple_gla(module: Any, call: Call) -> LinearMixer:
 
 def fla_linear_attention(module: Any, call: Call) -> LinearMixer:
     """Linearize fla's LinearAttention: linear attention without decay and gate."""
-    hidden, mask = entering_unpadded(module, call)
+    hidden, mask = zeroed_input_and_mask(module, call)
     q = as_heads(run(module.q_proj, hidden), module.num_heads)
     k = as_heads(run(module.k_proj, hidden), module.num_kv_heads)
     k = k.repeat_interleave(module.num_kv_groups, 2)
-    q, k = _features(module.feature_map_q, q), _features(module.feature_map_k, k)
+    q, k = _apply_feature_map(module.feature_map_q, q), _apply_feature_map(module.feature_map_k, k)
     if module.norm_q:
         q = q / (q.sum(-1, keepdim=True) + _FEATURES_EPS)
     if module.norm_k:
         k = k / (k.sum(-1, keepdim=True) + _FEATURES_EPS)
     path = _value_path(module, hidden, mask)
     eps = _ROWS_EPS if module.do_feature_map_norm else None
-    _attend(path, q * q.shape[-1] ** -0.5, zeroed(k, mask), eps)
+    _linear_attention(path, q * q.shape[-1] ** -0.5, zeroed(k, mask), eps)
     norm = None if isinstance(module.norm, nn.Identity) else module.norm
-    return closing(module, hidden, path, norm)
+    return to_mixer(module, hidden, path, norm)
 
 
 def fla_based(module: Any, call: Call) -> LinearMixer:
@@ -116,11 +115,11 @@ def fla_based(module: Any, call: Call) -> LinearMixer:
         raise UnsupportedMixerError(
             "BasedLinearAttention with causal=False has no adapter. Create it with causal=True."
         )
-    hidden, heads = entering_of(module, call), module.num_heads
+    hidden, heads = mixer_input(module, call), module.num_heads
     q, k = (as_heads(run(p, hidden), heads) for p in (module.q_proj, module.k_proj))
     eps = _BASED_EPS if module.mode == "parallel" else _ROWS_EPS
     path = Path(run(module.v_proj, hidden), heads=heads)
-    return _attend(path, _taylor(q), _taylor(k), eps).to(module.o_proj)
+    return _linear_attention(path, _taylor_features(q), _taylor_features(k), eps).to(module.o_proj)
 
 
 def _value_path(module: Any, hidden: Tensor, mask: Tensor | None) -> Path:
@@ -132,12 +131,12 @@ def _scalar_scan(module: Any, path: Path, q: Tensor, k: Tensor, log_decay: Tenso
     return path.scan(ScalarDecayHeads(q, k, log_decay, None, module.head_v_dim))
 
 
-def _features(feature_map: Any, x: Tensor) -> Tensor:
+def _apply_feature_map(feature_map: Any, x: Tensor) -> Tensor:
     """Apply the feature map if it is a module, otherwise ELU(x) + 1."""
     return run(feature_map, x) if isinstance(feature_map, nn.Module) else F.elu(x) + 1
 
 
-def _taylor(x: Tensor) -> Tensor:
+def _taylor_features(x: Tensor) -> Tensor:
     """Return features whose products are the second-order series of exp(q . k / sqrt(N))."""
     width = x.shape[-1]
     squares = (x[..., :, None] * x[..., None, :]).flatten(-2)
@@ -145,10 +144,10 @@ def _taylor(x: Tensor) -> Tensor:
     return torch.cat([ones, x * width**-0.25, squares * (2 * width) ** -0.5], -1)
 
 
-def _attend(path: Path, q: Tensor, k: Tensor, eps: float | None) -> Path:
+def _linear_attention(path: Path, q: Tensor, k: Tensor, eps: float | None) -> Path:
     """Apply linear attention without decay; if ``eps`` is set, divide rows by their sums + eps."""
     path.scan(ScalarDecayHeads(q, k, torch.zeros_like(q[..., 0]), None, path.shape.per_head))
     if eps is None:
         return path
-    rows = (q * k.cumsum(1)).sum(-1, keepdim=True).detach()
-    return path.scale(1 / (rows + eps), "scan")
+    row_sums = (q * k.cumsum(1)).sum(-1, keepdim=True).detach()
+    return path.scale(1 / (row_sums + eps), "scan")

@@ -32,21 +32,21 @@ from ...operators.reorder import Windowed, Windows
 from .. import mamba, mamba2, mamba3
 from ..base import Call, LinearMixer
 from ..parts.common import activation_of, as_heads, run, zeroed
-from .common import entering, entering_unpadded
+from .common import input_and_mask, zeroed_input_and_mask
 
 
 def fla_mamba(module: Any, call: Call) -> LinearMixer:
     """Linearize fla's Mamba: a selective scan with convolution and gate."""
-    hidden, mask = entering(module, call)
+    hidden, mask = input_and_mask(module, call)
     x, z = run(module.in_proj, hidden).chunk(2, -1)
-    path, called = mamba.hf_activated(module, x, mask), mamba.calls_dt_proj(module, x)
+    path, called = mamba.convolve_and_activate(module, x, mask), mamba.calls_dt_proj(module, x)
     mamba.selective_scan(path, module, called_dt=called)
     return path.gate(z, activation_of(module)).to(module.out_proj)
 
 
 def fla_mamba2(module: Any, call: Call) -> LinearMixer:
     """Linearize fla's Mamba2; refuse n_groups for which its CPU code differs from its GPU code."""
-    hidden, mask = entering(module, call)
+    hidden, mask = input_and_mask(module, call)
     if not (hidden.is_cuda and sys.modules[type(module).__module__].is_fast_path_available):
         hidden = zeroed(hidden, mask)
         if module.n_groups not in (1, module.num_heads):
@@ -56,28 +56,28 @@ def fla_mamba2(module: Any, call: Call) -> LinearMixer:
                 "heads than these kernels do. Run the model on a GPU with mamba_ssm installed, or "
                 "use a model with n_groups=1."
             )
-    return _mamba2(module, run(module.in_proj, hidden), mask)
+    return _linearize(module, run(module.in_proj, hidden), mask)
 
 
 def fla_log_linear_mamba2(module: Any, call: Call) -> LinearMixer:
     """Linearize fla's LogLinearMamba2: a sum of Mamba-2 operators within windows."""
-    hidden, mask = entering(module, call)
-    levels = module.num_heads * module.num_lambda_dims
+    hidden, mask = input_and_mask(module, call)
+    count = module.num_heads * module.num_lambda_dims
     projected = run(module.in_proj, zeroed(hidden, mask))
-    projected, level = torch.split(projected, [projected.shape[-1] - levels, levels], -1)
-    level = F.softplus(module.L.to(level) * as_heads(level, module.num_heads))
-    return _mamba2(module, projected, mask, partial(_levels, level))
+    projected, lambdas = torch.split(projected, [projected.shape[-1] - count, count], -1)
+    lambdas = F.softplus(module.L.to(lambdas) * as_heads(lambdas, module.num_heads))
+    return _linearize(module, projected, mask, partial(_log_linear_scan, lambdas))
 
 
 def fla_mamba3(module: Any, call: Call) -> LinearMixer:
     """Linearize fla's Mamba3 with ``is_mimo=False``."""
     mamba3.refuse_mimo(module)
-    hidden, mask = entering_unpadded(module, call, skips="trapezoidal rule")
+    hidden, mask = zeroed_input_and_mask(module, call, skips="trapezoidal rule")
     sizes = module.num_heads, module.n_groups, module.ssm_state_size
     return mamba3.linearize(module, run(module.in_proj, hidden), mask, *sizes)
 
 
-def _mamba2(
+def _linearize(
     module: Any,
     projected: Tensor,
     mask: Tensor | None,
@@ -87,16 +87,18 @@ def _mamba2(
     width = module.intermediate_size
     z, stream, dt = torch.split(projected, [width, module.conv_dim, module.num_heads], -1)
     projected, limit = torch.cat([z, zeroed(stream, mask), dt], -1), module.dt_limit
-    path, z = mamba2.scanned(module, projected, mask, module.n_groups, limit, recurrence=recurrence)
-    norm, groups, before = None, 1, False
+    path, z = mamba2.convolve_and_scan(
+        module, projected, mask, module.n_groups, limit, recurrence=recurrence
+    )
+    norm, groups, norm_first = None, 1, False
     if module.rmsnorm:
         norm = module.norm
-        groups, before = width // norm.group_size, norm.norm_before_gate
-    return mamba2.gate_and_norm(path, z, norm, groups, before).to(module.out_proj)
+        groups, norm_first = width // norm.group_size, norm.norm_before_gate
+    return mamba2.gate_and_norm(path, z, norm, groups, norm_first).to(module.out_proj)
 
 
-def _levels(
-    weights: Tensor,
+def _log_linear_scan(
+    lambdas: Tensor,
     query: Tensor,
     key: Tensor,
     log_decay: Tensor,
@@ -104,24 +106,24 @@ def _levels(
     per_head: int,
     rate: Tensor,
 ) -> Operator:
-    """Return the operator of log-linear Mamba-2; ``weights`` are lambda (B, L, H, levels)."""
+    """Return the operator, given lambda (B, L, H, levels) and ScalarDecayHeads' arguments."""
     tokens, heads = log_decay.shape[1:]
     query, key = (x.repeat_interleave(heads // x.shape[2], 2) for x in (query, key))
-    at, terms = torch.arange(tokens, device=query.device), []
+    positions, terms = torch.arange(tokens, device=query.device), []
     for level in range((tokens - 1).bit_length() + 1):
-        queries, keys = query * weights[..., level, None], key
+        queries, keys = query * lambdas[..., level, None], key
         if level > 0:  # queries in the later half of each window, keys in the earlier half
-            late = (at >> (level - 1) & 1).to(key)[:, None, None]
-            queries, keys = late * queries, (1 - late) * key
+            in_later_half = (positions >> (level - 1) & 1).to(key)[:, None, None]
+            queries, keys = in_later_half * queries, (1 - in_later_half) * key
         windows = _windows(tokens, 2**level, query.device)
-        decays, sizes = (windows.cut(x[..., None])[..., 0] for x in (log_decay, scale))
+        log_decays, scales = (windows.cut(x[..., None])[..., 0] for x in (log_decay, scale))
         vectors = windows.cut(queries), windows.cut(keys)
-        within = ScalarDecayHeads(*vectors, decays, sizes, per_head, rate=rate)
+        within = ScalarDecayHeads(*vectors, log_decays, scales, per_head, rate=rate)
         terms.append(Windowed(within, windows))
     return Sum(*terms)
 
 
 def _windows(tokens: int, size: int, device: torch.device) -> Windows:
     """Split tokens into windows of ``size`` neighbors; the last window may be padded."""
-    places = torch.arange(-(-tokens // size) * size, device=device)
-    return Windows(torch.where(places < tokens, places, -1).view(-1, size))
+    positions = torch.arange(-(-tokens // size) * size, device=device)
+    return Windows(torch.where(positions < tokens, positions, -1).view(-1, size))

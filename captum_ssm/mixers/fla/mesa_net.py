@@ -25,8 +25,8 @@ from torch import Tensor
 from ...operators import ScalarDecayHeads
 from ...operators.kernels.arithmetic import linear_map, unseen
 from ..base import Call, LinearMixer
-from ..parts.common import as_heads, run, unit, zeroed
-from .common import closing, entering_unpadded, projected, value_path
+from ..parts.common import as_heads, run, unit_vectors, zeroed
+from .common import project, to_mixer, value_path, zeroed_input_and_mask
 
 #: Constant added to the denominators of the solver.
 _EPS = 1e-5
@@ -34,37 +34,37 @@ _EPS = 1e-5
 
 def fla_mesa_net(module: Any, call: Call) -> LinearMixer:
     """Linearize fla's MesaNet: linear attention with queries (A[t] + diag(lambda))^-1 q[t]."""
-    hidden, mask = entering_unpadded(module, call, skips="short convolution")
+    hidden, mask = zeroed_input_and_mask(module, call, skips="short convolution")
     heads = module.num_heads
-    q, k = (unit(as_heads(projected(module, name, hidden), heads)) for name in "qk")
+    q, k = (unit_vectors(as_heads(project(module, name, hidden), heads)) for name in "qk")
     beta = zeroed(torch.sigmoid(run(module.b_proj, hidden)), mask)
     log_decay = zeroed(F.logsigmoid(run(module.a_proj, hidden)), mask)
-    keys = ScalarDecayHeads(q, k, log_decay, beta, k.shape[-1])
+    key_attention = ScalarDecayHeads(q, k, log_decay, beta, k.shape[-1])
     ridge = F.softplus(module.lambda_params.to(q)) + module.lambda_lower_bound
-    solved = _solved(q, keys, ridge.detach().view(heads, -1), module.max_cg_step_training)
+    solution = _solve(q, key_attention, ridge.detach().view(heads, -1), module.max_cg_step_training)
     path = value_path(module, hidden, mask, module.head_v_dim)
-    path.scan(ScalarDecayHeads(solved, k, log_decay, beta, module.head_v_dim))
-    return closing(module, hidden, path, module.o_norm, F.silu if module.use_output_gate else None)
+    path.scan(ScalarDecayHeads(solution, k, log_decay, beta, module.head_v_dim))
+    return to_mixer(module, hidden, path, module.o_norm, F.silu if module.use_output_gate else None)
 
 
-def _solved(q: Tensor, keys: ScalarDecayHeads, ridge: Tensor, iterations: int) -> Tensor:
+def _solve(q: Tensor, key_attention: ScalarDecayHeads, ridge: Tensor, iterations: int) -> Tensor:
     """Solve (A[t] + diag(ridge)) q* = q for q* (B, L, H, N), by steps of conjugate gradients.
 
     The result is linear in q: the step sizes, which also depend on q, are frozen.
 
     Args:
         q: queries (B, L, H, N).
-        keys: linear attention with the layer's keys; its queries are replaced.
+        key_attention: linear attention with the layer's keys as values; its queries are replaced.
         ridge: lambda (H, N).
         iterations: number of steps.
     """
 
     def gram(x: Tensor) -> Tensor:
         """Return A[t] x[t] for every token; A is symmetric."""
-        return keys.at({"query": x}).apply(keys.key)
+        return key_attention.at({"query": x}).apply(key_attention.key)
 
     solution, residual = torch.zeros_like(q), q
-    direction, size = q, _squared(q)
+    direction, size = q, _squared_length(q)
     for _ in range(iterations):
         product = linear_map(direction, gram, gram) + ridge * direction
         with torch.no_grad(), unseen():
@@ -72,11 +72,11 @@ def _solved(q: Tensor, keys: ScalarDecayHeads, ridge: Tensor, iterations: int) -
         solution = solution + step * direction
         residual = residual - step * product
         with torch.no_grad(), unseen():
-            new = _squared(residual)
-            share = new / (size + _EPS)
-        direction, size = residual + share * direction, new
+            new_size = _squared_length(residual)
+            ratio = new_size / (size + _EPS)
+        direction, size = residual + ratio * direction, new_size
     return solution
 
 
-def _squared(x: Tensor) -> Tensor:
+def _squared_length(x: Tensor) -> Tensor:
     return x.detach().square().sum(-1, keepdim=True)

@@ -137,7 +137,7 @@ def rms_norm(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
     return x if weight is None else x * weight.to(x)
 
 
-def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
+def unit_vectors(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Return x / sqrt(sum of x^2 + eps), vectors of length one, for vectors ``x`` (..., N)."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
@@ -227,7 +227,7 @@ def padding_mask(
     return None if read_once(("padding", kind), lambda: bool(is_real.all()), passed) else is_real
 
 
-def entering(module: nn.Module, call: Call, name: str | None = None) -> Tensor:
+def mixer_input(module: nn.Module, call: Call, name: str | None = None) -> Tensor:
     """Return a mixer's input (B, L, E) in the dtype of :func:`working_dtype`.
 
     Args:
@@ -239,7 +239,7 @@ def entering(module: nn.Module, call: Call, name: str | None = None) -> Tensor:
     return hidden.to(working_dtype(module, hidden))
 
 
-def hf_entering(
+def hf_input_and_mask(
     module: nn.Module, call: Call, cache: str = "cache_params", zero_padded: bool = True
 ) -> tuple[Tensor, Tensor | None]:
     """Return the input (B, L, E) of a mixer of transformers, and the mask of real tokens.
@@ -251,7 +251,7 @@ def hf_entering(
         zero_padded: whether to set padded tokens to zero. Default: True.
     """
     call.refuse_cache(cache, position=1)
-    hidden = entering(module, call)
+    hidden = mixer_input(module, call)
     passed, applied = applied_mask(module, call)
     mask = padding_mask(applied, hidden, type(module), passed)
     return zeroed(hidden, mask if zero_padded else None), mask
@@ -300,7 +300,7 @@ def as_heads(x: Tensor, heads: int | None = None) -> Tensor:
     return x.view(*x.shape[:-1], heads, -1)
 
 
-def masked(mask: Tensor | None, shape: Shape, like: Tensor) -> list[Operator]:
+def mask_operators(mask: Tensor | None, shape: Shape, like: Tensor) -> list[Operator]:
     """Return a list of one operator that sets padded tokens to zero; an empty list without mask."""
     if mask is None:
         return []

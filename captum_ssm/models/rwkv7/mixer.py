@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...mixers.rwkv import entering, log_decay, unit
+from ...mixers.rwkv import log_decay, mix_with_previous, unit_vectors_by_head
 from ...operators import DeltaRule
 
 #: Epsilon of the group norm over heads, as in the published code.
@@ -79,7 +79,7 @@ class RWKV7TimeMix(nn.Module):
             hidden: the input (B, L, E).
             v_first: the values of the first block. Default: None, this is the first block.
         """
-        r, w, k, v, a, g = entering(self, hidden)
+        r, w, k, v, a, g = mix_with_previous(self, hidden)
         g = torch.sigmoid(g @ self.g1) @ self.g2
         w = log_decay(self.w0 + torch.tanh(w @ self.w1) @ self.w2)
         a = torch.sigmoid(self.a0 + a @ self.a1 @ self.a2)
@@ -90,7 +90,7 @@ class RWKV7TimeMix(nn.Module):
             share = torch.sigmoid(self.v0 + v @ self.v1 @ self.v2)
             values = values + share * (v_first - values)
         heads = self.r_k.shape[0]
-        erase = unit(keys * self.k_k, heads)
+        erase = unit_vectors_by_head(keys * self.k_k, heads)
         keys = keys * (1 + (a - 1) * self.k_a)
         r, w, k, v, a = (x.unflatten(-1, (heads, -1)) for x in (r, w, keys, values, a))
         given = (_precise(x) for x in (r, w, k, v, erase, a))

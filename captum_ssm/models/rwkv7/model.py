@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import OptionError
-from ...mixers.rwkv import shifted
+from ...mixers.rwkv import delta_to_previous
 from ..checkpoints import check_sizes
 from .mixer import RWKV7TimeMix
 
@@ -35,7 +35,7 @@ class RWKV7FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output for tokens ``x`` (B, L, E), in the same shape."""
-        out: Tensor = self.value(F.relu(self.key(x + shifted(x) * self.x_k)).square())
+        out: Tensor = self.value(F.relu(self.key(x + delta_to_previous(x) * self.x_k)).square())
         return out
 
 
