@@ -50,7 +50,7 @@ def hf_attention(module: Any, call: Call) -> LinearMixer:
 def _mixer_of(module: Any, inputs: _AttentionCall, gate: Tensor) -> LinearMixer:
     """Return the mixer, given ``inputs`` of the attention function and the gate (B, L, H P)."""
     pairs, gate_key = _visible_pairs(module, inputs), ("gate", type(module))
-    if pairs is not None and are_noted(gate):  # on a GPU, read both at once
+    if pairs is not None and are_noted(gate):  # on a GPU, read their properties together
         read_pairs(pairs, gate_key, lambda: (gate == 1).all())
     query, key, values = (x.transpose(1, 2) for x in (inputs.query, inputs.key, inputs.value))
     path = Path(values).attend(query, key, inputs.scaling, pairs)
@@ -272,7 +272,7 @@ def _record(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Record attention's arguments; return ones as output, so that the module returns its gate."""
+    """Append the arguments to ``module.received``; return ones, so that the output is the gate."""
     for name in _UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
             raise _unsupported(module, name)
@@ -305,7 +305,7 @@ def _unsupported(module: Any, name: str) -> UnsupportedMixerError:
 
 @contextmanager
 def _recording_torch_attention(module: Any) -> Iterator[None]:
-    """Return a context, effective also in :func:`.unseen`, where we replace torch's attention."""
+    """Return a context, effective also in :func:`.unseen`, that records torch's attention."""
     mode = _RecordTorchAttention(module, hidden=not torch._C._is_torch_function_enabled())
     with torch._C._EnableTorchFunction(), mode:
         yield
@@ -342,11 +342,11 @@ class _RecordTorchAttention(TorchFunctionMode):
             self._module, query, key, value, attn_mask, scaling=scale, is_causal=is_causal
         )
         self._module.received[-1] = replace(self._module.received[-1], by_torch=True)
-        return ones.transpose(1, 2)
+        return ones.transpose(1, 2)  # (B, H, L, P), as torch returns it
 
 
 def _visible_pairs(module: Any, attention: _AttentionCall) -> Tensor | None:
-    """Return the mask over pairs of tokens that the module's attention function would use.
+    """Return the mask over pairs of tokens that the attention function would use; None: no mask.
 
     Eager attention uses its mask unchanged.  The other functions apply causality themselves if they
     get no mask; flash attention also applies the window and a mask of tokens.

@@ -77,7 +77,7 @@ def _on_whole_grid(mixer: LinearMixer, call: Call) -> LinearMixer:
     layer: Any = next((m for m in call.around if hasattr(m, "window_size")), None)
     if layer is None:  # called without a layer around it
         return mixer
-    height, width = call.around[layer][-2:]
+    height, width = call.around[layer][-2:]  # of its input, (B, C, height, width)
     windows = square_windows((height, width), layer.window_size, mixer.values.device)
     return replace(
         mixer,

@@ -189,7 +189,7 @@ def xlstm_slstm(module: Any, call: Call) -> LinearMixer:
         torch.exp(F.logsigmoid(f + fed_f) + (log_after - log_before)),
         torch.exp(log_write + log_after) * ratio,
         torch.sigmoid(o + fed_o),
-        kernel[:, :, 2].mT,
+        kernel[:, :, 2].mT,  # the feedback to z
         at_rest=0.5,
     )
     path = Path(z).scan(core)

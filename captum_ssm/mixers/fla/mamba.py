@@ -125,5 +125,5 @@ def _log_linear_scan(
 
 def _windows(tokens: int, size: int, device: torch.device) -> Windows:
     """Split tokens into windows of ``size`` neighbors; the last window may be padded."""
-    positions = torch.arange(-(-tokens // size) * size, device=device)
+    positions = torch.arange(-(-tokens // size) * size, device=device)  # rounded up to windows
     return Windows(torch.where(positions < tokens, positions, -1).view(-1, size))

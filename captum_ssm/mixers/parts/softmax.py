@@ -62,7 +62,7 @@ def softmax_attention(
         return matrices if hidden is None else matrices.masked_fill_(hidden, 0)
 
     def operator_of(matrices: Tensor) -> DenseHeads:
-        if not (query.requires_grad or key.requires_grad):
+        if not (query.requires_grad or key.requires_grad):  # there is no graph to keep
             return DenseHeads(matrices, shape.per_head)
         vectors = query.transpose(1, 2), key.transpose(1, 2)
         return SoftmaxHeads(*vectors, probabilities, scaling, shape.per_head, matrices)
