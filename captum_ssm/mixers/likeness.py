@@ -115,12 +115,12 @@ def classes_with_parts(name: str, parts: frozenset[str]) -> list[str]:
         name: class name of the unknown mixer.
         parts: names of the unknown mixer's parameters and submodules, from :func:`parts_of`.
     """
-    known = next((names for row, names in PARTS.items() if parts == set(row.split())), "").split()
+    ends = next((names for row, names in PARTS.items() if parts == set(row.split())), "").split()
     # the same class name first
-    known.sort(key=lambda x: (_class_name(x) != name, -_name_similarity(name, _class_name(x))))
+    ends.sort(key=lambda x: (_class_name(x) != name, -_name_similarity(name, _class_name(x))))
     # PARTS has class names or the ends of paths; BUILT_IN has whole paths
     paths = [line.class_path for line in BUILT_IN]
-    return [path for end in known for path in paths if f".{path}".endswith(f".{end}")]
+    return [path for end in ends for path in paths if f".{path}".endswith(f".{end}")]
 
 
 def _class_name(path: str) -> str:

@@ -6,8 +6,7 @@
 
 Frozen: dt, B, C, the mask, and the ratios SiLU(u) / u and SiLU(z).  Falcon and Jamba normalize t, B
 and C; Zamba splits v into a few heads, each with a separate W, t, B and C.  In transformers 4 the
-mask is applied to x, not to h, and the gate uses the activation of the convolution.  LoRA adapters
-around W have an effect there if the module calls W.
+mask is applied to x, not to h, and the gate uses the activation of the convolution.
 """
 
 from __future__ import annotations

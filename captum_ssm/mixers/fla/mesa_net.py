@@ -64,17 +64,17 @@ def _solve(q: Tensor, key_attention: ScalarDecayHeads, ridge: Tensor, iterations
         return key_attention.at({"query": x}).apply(key_attention.key)
 
     solution, residual = torch.zeros_like(q), q
-    direction, size = q, _squared_length(q)
+    direction, residual_size = q, _squared_length(q)
     for _ in range(iterations):
         product = linear_map(direction, gram, gram) + ridge * direction
         with torch.no_grad(), unseen():
-            step = size / ((direction * product).sum(-1, keepdim=True) + _EPS)
+            step = residual_size / ((direction * product).sum(-1, keepdim=True) + _EPS)
         solution = solution + step * direction
         residual = residual - step * product
         with torch.no_grad(), unseen():
-            new_size = _squared_length(residual)
-            ratio = new_size / (size + _EPS)
-        direction, size = residual + ratio * direction, new_size
+            new_residual_size = _squared_length(residual)
+            ratio = new_residual_size / (residual_size + _EPS)
+        direction, residual_size = residual + ratio * direction, new_residual_size
     return solution
 
 
