@@ -46,7 +46,7 @@ def _kinds() -> dict[Any, object]:
     sizes = "size dim stride numel is_floating_point is_complex is_contiguous __len__"
     views = """
         view reshape permute transpose t contiguous to float double half bfloat16 clone chunk split
-        unbind narrow select expand squeeze unsqueeze flatten unflatten neg __getitem__
+        unbind narrow select expand squeeze unsqueeze flatten unflatten __getitem__
     """
     found: dict[Any, object] = {
         getattr(Tensor, name).__get__: _ATTRIBUTE for name in attributes.split()
@@ -102,7 +102,8 @@ class Linearizing(TorchFunctionMode):
         given: for each token of the root its id's position among the explained ids (B, L'), -1 for
             a different id; None if the positions are 0 .. L - 1.
         bends: the number of calls of nonlinear functions so far.
-        at_rest: for results of functions that are not 0 at 0, such as a sigmoid, the value at 0.
+        at_rest: for results of functions that were replaced by their tangents, such as a sigmoid,
+            the value at 0, or None if it is not needed.
         reading: the mixer call whose own code is running. Default: None.
         defers: whether a function without a linear form is refused only if a gradient reaches it.
             Default: False.
@@ -513,8 +514,7 @@ class Linearizing(TorchFunctionMode):
             return func(x.clone(), *args, **kwargs)
 
         x = args[0].clone()  # other results may need x as it was
-        if self.is_bent(args[0]):
-            self.mark_bent(x)
+        self.resembles(x, args[0])
         ordinary = getattr(Tensor, name, on_a_copy)
         return self.overwrite(args[0], RULES[name](self, ordinary, (x, *args[1:]), kwargs))
 

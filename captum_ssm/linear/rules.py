@@ -208,7 +208,10 @@ def quotient(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[s
     (numerator, denominator), _ = positional(args, kwargs, "input", "other")
     if isinstance(denominator, Tensor):
         denominator = denominator.detach()
-    return func(numerator, denominator)
+    out = func(numerator, denominator)
+    if mode.is_live(numerator) and numerator in mode.at_rest:
+        mode.at_rest[out] = None
+    return out
 
 
 def gated(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -237,8 +240,8 @@ def frozen(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str
     smooth = plain(func.__name__) in TANGENT and bool(args) and mode.is_live(args[0])
     if smooth and mode.follows_tangents:
         out = _tangent(mode, func, args, kwargs)
-        if mode.reading is not None and func in (torch.sigmoid, F.sigmoid, Tensor.sigmoid):
-            mode.at_rest[out] = 0.5
+        is_gate = mode.reading is not None and func in (torch.sigmoid, F.sigmoid, Tensor.sigmoid)
+        mode.at_rest[out] = 0.5 if is_gate else None
         return out
     with torch.no_grad():
         return func(*args, **kwargs)
@@ -263,8 +266,14 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 def bent(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return x times the frozen ratio f(x) / x; freeze the result if f(0) is not 0."""
+    """Return x times the frozen ratio f(x) / x; freeze the result if f(0) is not 0.
+
+    The limits of a tangent, as of a step after softplus, are a tangent as well: a step at its
+    limit does not depend on the input.
+    """
     (x, *rest), kwargs = positional(args, kwargs, "input")
+    if x in mode.at_rest and plain(func.__name__) in TANGENT:
+        return frozen(mode, func, (x, *rest), kwargs)
     ratio = _closed_ratio(func, x.detach(), rest, kwargs)
     if ratio is not None:
         out = x * ratio

@@ -69,7 +69,7 @@ PACKAGE: dict[str, Make] = {
     "Mamba, fused": of_mamba_ssm(True),
     "Mamba-2": mamba2_of_package(False),
     "Mamba-2, fused": mamba2_of_package(True, ngroups=2),
-    "norm before gate": mamba2_of_package(True, norm_before_gate=True),
+    "norm before gate": mamba2_of_package(True, norm_before_gate=True, dt_limit=(0.0, 0.5)),
     "without a norm": mamba2_of_package(True, rmsnorm=False, D_has_hdim=True),
     "beside an MLP": mamba2_of_package(False, d_ssm=16),
 }
