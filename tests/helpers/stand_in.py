@@ -303,8 +303,8 @@ class StandIn(TorchDispatchMode):
         self._set(Tensor, "cuda", lambda x, *_, **__: self._to(x, self.name))
         self._set(fused_scan, "has_triton", lambda: True)
         self._set(fused_scan, "run", self.kernel(_scanned))
-        self._set(fused_scan, "kept", self.kernel(_kept))
-        self._set(fused_scan, "pulled", self.kernel(_pulled))
+        self._set(fused_scan, "states_between_runs", self.kernel(_kept))
+        self._set(fused_scan, "gradients_from_states", self.kernel(_pulled))
         self._set(wide_products, "multiply", self.kernel(lambda x, y: x.float() @ y.float()))
         self._set(torch, "autocast", self._autocast(torch.autocast))
         for name in ("is_autocast_enabled", "get_autocast_dtype"):
@@ -450,14 +450,14 @@ def _scanned(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transpos
 
 
 def _kept(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
-    """As many numbers as :func:`fused_scan.kept` returns, of which :func:`_pulled` needs none."""
+    """Zeros in the shape of :func:`fused_scan.states_between_runs`; :func:`_pulled` reads none."""
     return dt.new_zeros(-(-x.shape[2] // 16), *x.shape[:2], x.shape[3], b.shape[4])
 
 
 def _pulled(
     dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, up: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What :func:`fused_scan.pulled` returns, on a processor: what all channels add, and zeros."""
+    """What :func:`fused_scan.gradients_from_states` returns: the sums over channels, and zeros."""
     heads, (groups, count) = x.shape[3], b.shape[3:]
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in (x, dt.expand(x.shape), b, c)]

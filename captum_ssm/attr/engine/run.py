@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...errors import GradientModeError, InputError
 from ...linear import DirectPaths, Site, direct_paths
 from ...operators.kernels.arithmetic import unseen
-from ...operators.kernels.truths import ask_anew, is_doubted
+from ...operators.kernels.truths import begin_query, is_doubted
 from ...tracing import (
     Graph,
     Layer,
@@ -254,7 +254,7 @@ class Run:
         """Yield the run once per target, with this target first and one cache for all targets."""
         kept: dict[Layer, Tensor] = {}
         for first, question in enumerate(questions):
-            ask_anew(question.weights.shape[-1], question.asked)
+            begin_query(question.weights.shape[-1], question.asked)
             yield replace(self, questions=questions[first:], kept=kept)
 
     def select(self, index: Tensor | None) -> tuple[Tensor, Taken | None]:

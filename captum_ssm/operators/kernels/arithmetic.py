@@ -71,9 +71,9 @@ def matmul(matrices: Tensor, values: Tensor) -> Tensor:
     On a CPU, multiplying a few rows by a stack of matrices takes no longer than reading the
     matrices.  Multiplying the matrices by a few columns takes up to twenty times longer.
     """
-    # matmul ends in bmm; its preparations take as long as products with few columns
-    alike = matrices.dim() == 3 and matrices.shape[:-2] == values.shape[:-2]
-    product = torch.bmm if alike else torch.matmul
+    # torch.matmul calls bmm; its preparations take as long as products with few columns
+    same_stack = matrices.dim() == 3 and matrices.shape[:-2] == values.shape[:-2]
+    product = torch.bmm if same_stack else torch.matmul
     if values.shape[-1] < _THIN:
         return product(values.mT, matrices.mT).mT.contiguous()
     return product(matrices, values)
@@ -96,17 +96,17 @@ class Scratch:
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
-        self._held: dict[Hashable, Tensor] = {}
+        self._tensors: dict[Hashable, Tensor] = {}
 
     def __call__(self, name: Hashable, *size: int) -> Tensor:
         """Return an uninitialized contiguous tensor, valid until the next call with this name.
 
         A call with the same name and size returns the same tensor.
         """
-        held = self._held.get(name)
-        if held is None or held.shape != size:
-            held = self._held[name] = self._like.new_empty(size)
-        return held
+        tensor = self._tensors.get(name)
+        if tensor is None or tensor.shape != size:
+            tensor = self._tensors[name] = self._like.new_empty(size)
+        return tensor
 
 
 # --- contexts, and linear maps that run in them ------------------------------------------------
@@ -152,7 +152,7 @@ def unseen_by(mode: TorchFunctionMode | None) -> Iterator[None]:
         mode: the mode to switch off; if it is None or not active, nothing changes.
     """
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    depth = next((i for i, other in enumerate(modes) if other is mode), None)
+    depth = next((i for i, active in enumerate(modes) if active is mode), None)
     if depth is None:
         yield
         return
@@ -204,7 +204,7 @@ class _LinearMap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Map, adjoint: Map) -> Tensor:
-        ctx.maps = adjoint, forward
+        ctx.maps = adjoint, forward  # backward swaps them
         with full_precision(x.device), unseen(), underflow_flushed():
             return forward(x)
 
@@ -235,11 +235,11 @@ def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
     length = max(1, math.isqrt(tokens))
     out = F.pad(scores, (0, 0, 0, -tokens % length), value=-torch.inf)  # a copy
     runs = torch.unflatten(out, 1, (-1, length))  # (B, R, T, H)
-    for before, sums in pairwise(runs.unbind(2)):
+    for before, sums in pairwise(runs.unbind(2)):  # token by token in all runs
         torch.logaddexp(before + log_decay, sums, out=sums)
-    faded = torch.arange(1, length + 1, device=scores.device)[:, None] * log_decay  # (T, H)
-    for before, sums in pairwise(runs.unbind(1)):
-        torch.logaddexp(before[:, -1:] + faded, sums, out=sums)
+    log_decays = torch.arange(1, length + 1, device=scores.device)[:, None] * log_decay  # (T, H)
+    for before, sums in pairwise(runs.unbind(1)):  # run by run
+        torch.logaddexp(before[:, -1:] + log_decays, sums, out=sums)
     return out[:, :tokens]
 
 
@@ -249,8 +249,8 @@ def fading_log_sums_at_once(scores: Tensor, log_decay: Tensor) -> Tensor:
     The function subtracts t log_decay from the score of token t.  The results grow with the number
     of tokens and would lose precision in float32, so callers pass float64.
     """
-    faded = torch.arange(scores.shape[1], device=scores.device)[:, None] * log_decay  # (L, H)
-    return torch.logcumsumexp(scores - faded, 1).add_(faded)
+    log_decays = torch.arange(scores.shape[1], device=scores.device)[:, None] * log_decay  # (L, H)
+    return torch.logcumsumexp(scores - log_decays, 1).add_(log_decays)
 
 
 def with_graphs(coefficients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

@@ -64,11 +64,11 @@ def gradients(
         q, k, v = (torch.stack(tuple(x), 2).detach() for x in (queries, keys, values))
         leaves = [x.requires_grad_() for x in (q, k, v, log_decay.detach())]
         out = attend(q, k, v, leaves[3], bonus)
-        # of one token with a bonus, no output depends on its decays
+        # with a bonus, a single token's output does not depend on its decay: its gradient is zero
         up = torch.stack(tuple(outer), 2)
-        found = torch.autograd.grad(out, leaves, up, materialize_grads=True)
-    of_queries, of_keys, of_values = (list(x.unbind(2)) for x in found[:3])
-    return Gradients(of_queries, of_keys, of_values, found[3])
+        of_leaves = torch.autograd.grad(out, leaves, up, materialize_grads=True)
+    of_queries, of_keys, of_values = (list(x.unbind(2)) for x in of_leaves[:3])
+    return Gradients(of_queries, of_keys, of_values, of_leaves[3])
 
 
 def attend(
@@ -91,45 +91,45 @@ def attend(
         return torch.unflatten(x, 1, (-1, length)).permute(0, 4, 1, 2, 3, 5).contiguous()
 
     decay = log_decay.exp()
-    q, k, v, decay = map(cut, (query, key, values, F.hardshrink(decay, _least(decay))[:, :, None]))
+    q, k, v, decay = map(cut, (query, key, values, F.hardshrink(decay, _tiny(decay))[:, :, None]))
     weighed = k if bonus is None else bonus[:, None, None, None] * k
     own = (q[..., :, None, :] * weighed[..., None, :, :]).sum(-1)
-    within, reads, writes, total = _by_halves(decay, q, k, own, late=bonus is not None)
+    within, reads, writes, total = _join_runs(decay, q, k, own, before_own=bonus is not None)
     v = v.flatten(3, 4)
-    written, kept = writes.mT @ v, total.mT  # (B, H, C, N, P), (B, H, C, N or 1, 1)
-    state, before = torch.zeros_like(written[:, :, 0]), []
-    for keeps, adds in zip(kept.unbind(2), written.unbind(2), strict=True):
-        before.append(state)
-        state = torch.addcmul(adds, keeps, state)
-    out = within @ v + reads @ torch.stack(before, 2)  # (B, H, C, T R, P)
+    terms, carries = writes.mT @ v, total.mT  # (B, H, C, N, P), (B, H, C, N or 1, 1)
+    state, states = torch.zeros_like(terms[:, :, 0]), []
+    for carry, term in zip(carries.unbind(2), terms.unbind(2), strict=True):
+        states.append(state)
+        state = torch.addcmul(term, carry, state)
+    out = within @ v + reads @ torch.stack(states, 2)  # (B, H, C, T R, P)
     out = torch.unflatten(out, 3, (length, rows)).flatten(2, 3)
     return out[:, :, :tokens].permute(0, 2, 3, 1, 4)
 
 
-def _by_halves(
-    decay: Tensor, query: Tensor, key: Tensor, own: Tensor, late: bool
+def _join_runs(
+    decay: Tensor, query: Tensor, key: Tensor, diagonal: Tensor, before_own: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the matrix M of each run of T tokens, and the run's decayed queries and keys.
 
-    For j < i, M[i, j] = query[i] . (product of decay[t] over j < t <= i, or j < t < i if ``late``)
-    key[j].  Runs of 1, 2, 4, ... tokens are joined in pairs, so T is a power of two.
+    For j < i, M[i, j] = query[i] . (product of decay[t] over j < t <= i, or over j < t < i if
+    ``before_own``) key[j].  Runs of 1, 2, 4, ... tokens are joined in pairs; T is a power of two.
 
     Args:
         decay: decays of each token (..., T, 1, N or 1), at most 1.
         query: queries (..., T, R, N).
         key: keys (..., T, W, N).
-        own: entries of the matrices' diagonal (..., T, R, W).
-        late: whether a query reads the state before its own token is added.
+        diagonal: entries of the matrices' diagonal (..., T, R, W).
+        before_own: whether a query reads the state before its own token is added.
 
     Returns:
         M (..., T R, T W); reads, the queries times all decays from the run's start (..., T R, N);
         writes, the keys times all later decays (..., T W, N); and the products of all decays
         (..., 1, N or 1).
     """
-    within, reads, writes, total = own, query if late else query * decay, key, decay
+    within, reads, writes, total = diagonal, query if before_own else query * decay, key, decay
     while total.shape[-3] > 1:  # runs
         within0, within1 = _halves(within)
-        across, reads, writes, total = _Joined.apply(  # type: ignore[no-untyped-call]
+        across, reads, writes, total = _JoinedRuns.apply(  # type: ignore[no-untyped-call]
             reads, writes, total
         )
         above = torch.cat([within0, torch.zeros_like(within0)], -1)
@@ -143,18 +143,18 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-class _Joined(torch.autograd.Function):
-    """Autograd function for one step of :func:`_by_halves`, which joins neighboring runs in pairs.
+class _JoinedRuns(torch.autograd.Function):
+    """Autograd function for one step of :func:`_join_runs`, which joins neighboring runs in pairs.
 
     Returns the second runs' decayed queries times the first runs' decayed keys (..., runs / 2,
     rows, columns), then the decayed queries, the decayed keys and the decays of the joined runs.
-    If decays are tiny, results and gradients below :func:`_least` are set to zero.
+    If decays are tiny, results and gradients below :func:`_tiny` are set to zero.
     """
 
     @staticmethod
     def forward(ctx: Any, reads: Tensor, writes: Tensor, total: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(reads, writes, total)
-        ctx.fades = total.is_cpu and bool(total.amin() < math.sqrt(_least(total)))
+        ctx.fades = total.is_cpu and bool(total.amin() < math.sqrt(_tiny(total)))
         (reads0, reads1), (writes0, writes1) = _halves(reads), _halves(writes)
         total0, total1 = _halves(total)
         return (
@@ -168,17 +168,17 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         across, reads, writes, total = grads
         (_, reads1), (writes0, _), (total0, total1) = map(_halves, ctx.saved_tensors)
-        sooner, later = reads.chunk(2, -2)
-        early, late = writes.chunk(2, -2)
-        of_total0 = (later * reads1).sum_to_size(total0.shape).addcmul_(total, total1)
-        of_total1 = (early * writes0).sum_to_size(total1.shape).addcmul_(total, total0)
-        of_reads1 = _scaled(later, total0, ctx.fades).add_(across @ writes0)
-        of_writes0 = _scaled(early, total1, ctx.fades).add_(across.mT @ reads1)
-        pairs = (sooner, of_reads1), (of_writes0, late), (of_total0, of_total1)
+        of_first_reads, of_second_reads = reads.chunk(2, -2)
+        of_first_writes, of_second_writes = writes.chunk(2, -2)
+        of_total0 = (of_second_reads * reads1).sum_to_size(total0.shape).addcmul_(total, total1)
+        of_total1 = (of_first_writes * writes0).sum_to_size(total1.shape).addcmul_(total, total0)
+        of_reads1 = _scaled(of_second_reads, total0, ctx.fades).add_(across @ writes0)
+        of_writes0 = _scaled(of_first_writes, total1, ctx.fades).add_(across.mT @ reads1)
+        pairs = (of_first_reads, of_reads1), (of_writes0, of_second_writes), (of_total0, of_total1)
         return tuple(torch.stack(pair, -3).flatten(-4, -3) for pair in pairs)
 
 
-def _least(x: Tensor) -> float:
+def _tiny(x: Tensor) -> float:
     """Return the magnitude below which :func:`_scaled` returns zero, 8e-25 in float32.
 
     Products of smaller factors can be denormal, and CPUs are slow with denormal numbers.
@@ -188,9 +188,9 @@ def _least(x: Tensor) -> float:
 
 
 def _scaled(x: Tensor, factor: Tensor, fades: bool) -> Tensor:
-    """Return x * factor; with ``fades``, set entries below :func:`_least` to zero."""
+    """Return x * factor; with ``fades``, set entries below :func:`_tiny` to zero."""
     out = x * factor
-    return F.hardshrink(out, _least(x)) if fades else out
+    return F.hardshrink(out, _tiny(x)) if fades else out
 
 
 def _products(rows: Tensor, columns: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ def shift_tokens(x: Tensor, lag: int) -> Tensor:
     if lag == 0:
         return x
     lag = max(-tokens, min(tokens, lag))  # larger lags leave only zeros
-    kept = x[..., : tokens - lag, :, :] if lag > 0 else x[..., -lag:, :, :]
+    inside = x[..., : tokens - lag, :, :] if lag > 0 else x[..., -lag:, :, :]
     padding = (lag, 0) if lag > 0 else (0, -lag)
-    return F.pad(kept, (0, 0, 0, 0, *padding))
+    return F.pad(inside, (0, 0, 0, 0, *padding))
 
 
 def lags_of(band: Band) -> range:
@@ -42,8 +42,8 @@ def convolve_band(taps: dict[int, Tensor], band: Band, tokens: int) -> Band:
     """Return convolution . band as a band; ``taps`` are the convolution's weights by lag."""
     out: Band = {}
     for lag, weight in taps.items():
-        for inner, factor in band.items():
+        for inner_lag, factor in band.items():
             size = (factor.shape[0], tokens, *factor.shape[2:])
             term = weight * shift_tokens(factor.expand(size), lag)
-            out[lag + inner] = out[lag + inner] + term if lag + inner in out else term
+            out[lag + inner_lag] = out[lag + inner_lag] + term if lag + inner_lag in out else term
     return out

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .arithmetic import matmul
-from .portions import evenly
+from .portions import even_size
 
 #: Number of tokens of a chunk.
 CHUNK = 64
@@ -76,21 +76,21 @@ class Chunk(NamedTuple):
 ChunkOf = Callable[[slice, int], Chunk]
 
 
-def runs_of_chunks(tokens: range, length: int, each: int) -> Iterator[slice]:
+def runs_of_chunks(tokens: range, length: int, batch_heads: int) -> Iterator[slice]:
     """Yield slices of several whole chunks to compute together, then a shorter last chunk.
 
     Args:
         tokens: range of all tokens.
         length: number of tokens of a whole chunk.
-        each: number of heads per token, over all examples: B * H.
+        batch_heads: number of heads per token, over all examples: B * H.
     """
     chunks, rest = divmod(len(tokens), length)
-    whole = tokens.stop - rest
-    size = evenly(max(1, chunks), max(1, _HELD // (each * length))) * length
-    for start in range(tokens.start, whole, size):
-        yield slice(start, min(start + size, whole))
+    rest_start = tokens.stop - rest
+    size = even_size(max(1, chunks), max(1, _HELD // (batch_heads * length))) * length
+    for start in range(tokens.start, rest_start, size):
+        yield slice(start, min(start + size, rest_start))
     if rest:
-        yield slice(whole, tokens.stop)
+        yield slice(rest_start, tokens.stop)
 
 
 def in_chunks(x: Tensor, length: int) -> Tensor:
@@ -118,30 +118,31 @@ class ChunkSteps:
         self.state: Tensor | None = None
 
     def __call__(self, v: Tensor, part: slice, out: Tensor) -> None:
+        """Map values (..., B, T, H, P) of the tokens ``part``; write the outputs to ``out``."""
         chunk = self.chunk_of(part, self.length)
         chunk = chunk.transposed() if self.transposed else chunk
         length, groups = chunk.within.shape[-1], chunk.writes.shape[1]
         x = _by_group(v.reshape(-1, *v.shape[-4:]), length, groups)  # (B, G, C, T, S, H / G, P)
-        into = _by_group(out.view(-1, *out.shape[-4:]), length, groups)
+        out_by_group = _by_group(out.view(-1, *out.shape[-4:]), length, groups)
         reads_faded, writes_faded = (
-            None if factor is None else _of_heads(factor, groups)
+            None if factor is None else _factors_by_group(factor, groups)
             for factor in chunk.faded or (None, None)
         )
-        before = self._states_before(chunk, x if writes_faded is None else x * writes_faded)
-        earlier = torch.unflatten(matmul(chunk.reads, before.flatten(-3)), -1, x.shape[4:])
-        own = _within(chunk.within, x)
+        states = self._states_before(chunk, x if writes_faded is None else x * writes_faded)
+        from_states = torch.unflatten(matmul(chunk.reads, states.flatten(-3)), -1, x.shape[4:])
+        from_chunk = _times_matrices(chunk.within, x)
         if reads_faded is None:
-            torch.add(own, earlier, out=into)
+            torch.add(from_chunk, from_states, out=out_by_group)
         else:
-            torch.addcmul(own, reads_faded, earlier, out=into)
+            torch.addcmul(from_chunk, reads_faded, from_states, out=out_by_group)
 
     def _states_before(self, chunk: Chunk, x: Tensor) -> Tensor:
         """Return the state before each chunk (B, G, C, N, S, H / G, P), from the values ``x``."""
         written = torch.unflatten(matmul(chunk.writes.mT, x.flatten(-3)), -1, x.shape[4:])
         carry = chunk.carry
         if carry.shape[-1] == 1:
-            carry = _of_heads(carry, chunk.writes.shape[1])
-        before, self.state = _states(written, carry, self.state, self.transposed)
+            carry = _factors_by_group(carry, chunk.writes.shape[1])
+        before, self.state = _run_over_chunks(written, carry, self.state, self.transposed)
         return before
 
 
@@ -156,10 +157,10 @@ def run_all(chunk_of: ChunkOf, v: Tensor, transposed: bool) -> Tensor:
     length = SHORT if few_vectors(v) else CHUNK
     steps, tokens = ChunkSteps(chunk_of, length, transposed), range(v.shape[-3])
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    pieces = list(runs_of_chunks(tokens, length, v.shape[-4] * v.shape[-2]))
+    parts = list(runs_of_chunks(tokens, length, v.shape[-4] * v.shape[-2]))
     with torch.inference_mode():  # many calls, each faster without a graph
-        for piece in reversed(pieces) if transposed else pieces:
-            steps(v[..., piece, :, :], piece, out[..., piece, :, :])
+        for part in reversed(parts) if transposed else parts:
+            steps(v[..., part, :, :], part, out[..., part, :, :])
     return out
 
 
@@ -174,41 +175,41 @@ def _by_group(x: Tensor, length: int, groups: int) -> Tensor:
     return x.permute(1, 4, 2, 3, 0, 5, 6)
 
 
-def _of_heads(x: Tensor, groups: int) -> Tensor:
+def _factors_by_group(x: Tensor, groups: int) -> Tensor:
     """View one factor per head (B, H, C, T, 1) in groups of heads, (B, G, C, T, 1, H / G, 1)."""
     return torch.unflatten(x, 1, (groups, -1)).movedim(2, -1)[..., None]
 
 
-def _within(within: Tensor, x: Tensor) -> Tensor:
+def _times_matrices(matrices: Tensor, x: Tensor) -> Tensor:
     """Return matrices per head (B, H, C, T, T) times values (B, G, C, T, S, H / G, P)."""
     by_head = x.movedim(-2, 2).flatten(1, 2)  # (B, H, C, T, S, P)
-    out = matmul(within, by_head.flatten(-2).contiguous())
+    out = matmul(matrices, by_head.flatten(-2).contiguous())
     out = torch.unflatten(torch.unflatten(out, -1, by_head.shape[4:]), 1, (x.shape[1], -1))
     return out.movedim(2, -2)
 
 
-def _states(
-    written: Tensor, carry: Tensor, state: Tensor | None, backwards: bool
+def _run_over_chunks(
+    terms: Tensor, carry: Tensor, state: Tensor | None, backwards: bool
 ) -> tuple[Tensor, Tensor]:
-    """Run state = carry * state + written over chunks; return all states before, and the last.
+    """Run state = carry * state + term; return the state before each chunk, and the last state.
 
     Args:
-        written: the term that each chunk adds (B, G, C, N, S, H / G, P); overwritten.
+        terms: the term that each chunk adds (B, G, C, N, S, H / G, P); overwritten.
         carry: factor of the state before each chunk: a diagonal (B, G, C, N or 1, 1, H / G, 1), or
             a matrix (B, H, C, N, N), with G = H.
         state: state before the first chunk (B, G, N, S, H / G, P); None if it is zero.
         backwards: whether to run from the last chunk to the first.
     """
-    steps = list(zip(carry.unbind(2), written.unbind(2), strict=True))
+    steps = list(zip(carry.unbind(2), terms.unbind(2), strict=True))
     order = range(len(steps))[:: -1 if backwards else 1]
-    before: list[Tensor] = [written] * len(steps)
+    states: list[Tensor] = [terms] * len(steps)  # each is replaced
     for c in order:
-        kept, gained = steps[c]
-        before[c] = torch.zeros_like(gained) if state is None else state
-        if state is not None and carry.dim() == 5:
-            gained += matmul(kept, state.flatten(-3)).view(state.shape)
+        factor, term = steps[c]
+        states[c] = torch.zeros_like(term) if state is None else state
+        if state is not None and carry.dim() == 5:  # matrices
+            term += matmul(factor, state.flatten(-3)).view(state.shape)
         elif state is not None:
-            gained.addcmul_(kept, state)
-        state = gained
+            term.addcmul_(factor, state)
+        state = term
     assert state is not None
-    return before[0][:, :, None] if len(before) == 1 else torch.stack(before, 2), state
+    return states[0][:, :, None] if len(states) == 1 else torch.stack(states, 2), state

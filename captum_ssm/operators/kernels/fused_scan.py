@@ -8,7 +8,7 @@ after the tile is carried to the next.  States are never written to memory: a pr
 writes steps, vectors and values.  Gradients of coefficients are sums over states of the forward and
 the backward scan.  With the outputs' gradients u, the state of the backward scan is
 g[t] = C[t] u[t] + exp(dt[t+1] A) g[t+1].  Only one state h for every few tokens is stored; the
-backward scan recomputes the others.
+backward scan recomputes the others.  Names such as ``of_x`` are gradients, here of x.
 
 :takes: dt (B, L, H), A as ``a`` (H, N), B and C as ``b`` and ``c`` (B, L, N), per group
     (B, L, G, N), or per vector (S, B, L, G, N), and vectors x (S, B, L, H), in any memory layout.
@@ -100,12 +100,13 @@ def gradients(
         up: gradients of the scan's outputs (S, B, L, H).
     """
     coefficients = dt, a, by_vector(b, len(x)), by_vector(c, len(x))
-    of_x, of_dt, of_shared = pulled(*coefficients, x, up, kept(*coefficients, x))
+    states = states_between_runs(*coefficients, x)
+    of_x, of_dt, of_shared = gradients_from_states(*coefficients, x, up, states)
     of_b, of_c = of_shared.sum((1, 2))
     return (of_dt.sum(0) if len(x) > 1 else of_dt[0]), of_b, of_c, of_x
 
 
-def kept(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
+def states_between_runs(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
     """Run the scan, and return the state h before each run of 16 tokens.
 
     Args:
@@ -124,15 +125,15 @@ def kept(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) -> Tensor:
     return states
 
 
-def pulled(
+def gradients_from_states(
     dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, up: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of x and dt per vector, and of ``b`` and ``c`` per vector and channel block.
 
     Args:
-        dt, a, b, c, x: as in :func:`kept`.
+        dt, a, b, c, x: as in :func:`states_between_runs`.
         up: gradients of the scan's outputs (S, B, L, H).
-        states: the states that :func:`kept` returned.
+        states: the states that :func:`states_between_runs` returned.
 
     Returns:
         Gradients of x and of dt (S, B, L, H), and of ``b`` and ``c`` in one tensor
@@ -152,7 +153,10 @@ def blocks_of(heads: int, states: int) -> tuple[int, int]:
 
 
 def _launch(tensors: tuple[Tensor, ...], *, back: bool) -> None:
-    """Launch :func:`_pull` to compute gradients if ``back``, and to store states otherwise."""
+    """Launch :func:`_pull` to compute gradients if ``back``, and to store states otherwise.
+
+    ``tensors`` are its first ten arguments; any tensors take the places of unused ones.
+    """
     dt, a, b, c, x, up, *_ = tensors
     stack, batch, tokens, heads = x.shape
     groups, states = b.shape[3:]
@@ -247,25 +251,25 @@ def _scan(  # type: ignore[no-untyped-def]
         token = (tokens - 1 - step if TRANSPOSED else step).to(tl.int64)
         present = (step < tokens)[:, None] & is_there
         at = token[:, None]
-        size = tl.load(dt + at * dt_l + head * dt_h, mask=present, other=0.0).to(wide)
+        step_size = tl.load(dt + at * dt_l + head * dt_h, mask=present, other=0.0).to(wide)
         written = tl.load(x + at * x_l + head * x_h, mask=present, other=0.0).to(wide)
         written *= tl.load(key + at * key_l, mask=present, other=0.0).to(wide)
-        fading = size
+        next_dt = step_size  # the adjoint's state decays by the step of the token after
         if TRANSPOSED:
             before = present & (step > 0)[:, None]
-            fading = tl.load(dt + (at + 1) * dt_l + head * dt_h, mask=before, other=0.0).to(wide)
+            next_dt = tl.load(dt + (at + 1) * dt_l + head * dt_h, mask=before, other=0.0).to(wide)
         else:
-            written *= size
-        decay = tl.exp2(fading * rate)
-        faded, held = tl.associative_scan((decay, written), 0, composed)
-        held += faded * carried[None, :]
-        carried = tl.sum(tl.where((place == T - 1)[:, None], held, 0.0), 0)
-        held *= tl.load(read + at * read_l, mask=present, other=0.0).to(wide)
-        found = tl.sum(tl.reshape(held, (T, BLOCK, STATES)), 2)
+            written *= step_size
+        decay = tl.exp2(next_dt * rate)
+        decays, h = tl.associative_scan((decay, written), 0, composed)  # as if the tile were first
+        h += decays * carried[None, :]
+        carried = tl.sum(tl.where((place == T - 1)[:, None], h, 0.0), 0)
+        h *= tl.load(read + at * read_l, mask=present, other=0.0).to(wide)
+        result = tl.sum(tl.reshape(h, (T, BLOCK, STATES)), 2)
         stored = (step < tokens)[:, None] & (own < heads)[None, :]
         if TRANSPOSED:
-            found *= tl.load(dt + at * dt_l + own * dt_h, mask=stored, other=0.0).to(wide)
-        tl.store(out + at * heads + own, found.to(out.dtype.element_ty), mask=stored)
+            result *= tl.load(dt + at * dt_l + own * dt_h, mask=stored, other=0.0).to(wide)
+        tl.store(out + at * heads + own, result.to(out.dtype.element_ty), mask=stored)
 
 
 def _pull(  # type: ignore[no-untyped-def]
@@ -279,8 +283,8 @@ def _pull(  # type: ignore[no-untyped-def]
     """Store states, or with BACK compute gradients, of BLOCK channels of one group and example.
 
     Without BACK, the state before every T tokens is stored in ``kept``; ``c``, ``up`` and ``of_*``
-    are not used.  With BACK, states are recomputed from ``kept``: ``held`` is first the state after
-    the previous token, so nothing is divided by a decay.  ``pull`` is the gradient of the states.
+    are not used.  With BACK, states are recomputed from ``kept``: ``h`` is first the state after
+    the previous token, so nothing is divided by a decay.  ``of_h`` is the gradient of the states.
     ``of_shared`` receives the gradients of B (``of_key``), then of C (``of_read``).  Each column is
     a pair of a channel and a state index.
     """
@@ -307,7 +311,7 @@ def _pull(  # type: ignore[no-untyped-def]
     kept += (tl.program_id(0) * rows + row) * runs * BLOCK * STATES + column
     wide = tl.float64 if WIDE else tl.float32
     rate = tl.load(a + (head * a_h + state * a_n)[None, :], mask=is_there, other=0.0).to(wide)
-    own, one = first + tl.arange(0, BLOCK), tl.arange(0, STATES)
+    own, state_index = first + tl.arange(0, BLOCK), tl.arange(0, STATES)
     carried = tl.zeros((BLOCK * STATES,), wide)
     for run in range(0, runs):
         begin = (runs - 1 - run if BACK else run) * T
@@ -315,39 +319,41 @@ def _pull(  # type: ignore[no-untyped-def]
         present = (at < tokens) & is_there
         # each token's contribution to the state; with BACK the contribution of the token before
         source = at - 1 if BACK else at
-        wrote = present & (place > 0)[:, None] if BACK else present
-        step = tl.load(dt + source * dt_l + head * dt_h, mask=wrote, other=0.0).to(wide)
-        written = tl.load(x + source * x_l + head * x_h, mask=wrote, other=0.0).to(wide) * step
-        written *= tl.load(b + source * b_l, mask=wrote, other=0.0).to(wide)
-        faded, held = tl.associative_scan((tl.exp2(step * rate * BINARY), written), 0, composed)
-        before = kept + begin // T * (BLOCK * STATES)
+        has_source = present & (place > 0)[:, None] if BACK else present
+        step = tl.load(dt + source * dt_l + head * dt_h, mask=has_source, other=0.0).to(wide)
+        written = tl.load(x + source * x_l + head * x_h, mask=has_source, other=0.0).to(wide) * step
+        written *= tl.load(b + source * b_l, mask=has_source, other=0.0).to(wide)
+        decays, h = tl.associative_scan((tl.exp2(step * rate * BINARY), written), 0, composed)
+        stored_state = kept + begin // T * (BLOCK * STATES)
         if BACK:
-            held += faded * tl.load(before)[None, :]
+            h += decays * tl.load(stored_state)[None, :]
             step = tl.load(dt + at * dt_l + head * dt_h, mask=present, other=0.0).to(wide)
             value = tl.load(x + at * x_l + head * x_h, mask=present, other=0.0).to(wide)
             key = tl.load(b + at * b_l, mask=present, other=0.0).to(wide)
-            held *= tl.exp2(step * rate * BINARY)
+            h *= tl.exp2(step * rate * BINARY)
             of_out = tl.load(up + at * up_l + head * up_h, mask=present, other=0.0).to(wide)
-            of_read = (held + step * value * key) * of_out
-            # gradients of the states, from the last of the tokens to the first
-            late = begin + T - 1 - place[:, None].to(tl.int64)
-            inside = (late < tokens) & is_there
-            after = (late + 1 < tokens) & is_there
-            fading = tl.load(dt + (late + 1) * dt_l + head * dt_h, mask=after, other=0.0).to(wide)
-            pull = tl.load(up + late * up_l + head * up_h, mask=inside, other=0.0).to(wide)
-            pull *= tl.load(c + late * c_l, mask=inside, other=0.0).to(wide)
-            faded, pull = tl.associative_scan((tl.exp2(fading * rate * BINARY), pull), 0, composed)
-            pull += faded * carried[None, :]
-            carried = tl.sum(tl.where((place == T - 1)[:, None], pull, 0.0), 0)
-            pull = tl.trans(tl.flip(tl.trans(pull), 1))
-            of_key = tl.sum(tl.reshape(pull * step * value, (T, BLOCK, STATES)), 1)
+            of_read = (h + step * value * key) * of_out
+            # gradients of the states, from the tile's last token to its first
+            back = begin + T - 1 - place[:, None].to(tl.int64)
+            inside = (back < tokens) & is_there
+            after = (back + 1 < tokens) & is_there
+            next_dt = tl.load(dt + (back + 1) * dt_l + head * dt_h, mask=after, other=0.0).to(wide)
+            of_h = tl.load(up + back * up_l + head * up_h, mask=inside, other=0.0).to(wide)
+            of_h *= tl.load(c + back * c_l, mask=inside, other=0.0).to(wide)
+            decays, of_h = tl.associative_scan(
+                (tl.exp2(next_dt * rate * BINARY), of_h), 0, composed
+            )
+            of_h += decays * carried[None, :]
+            carried = tl.sum(tl.where((place == T - 1)[:, None], of_h, 0.0), 0)
+            of_h = tl.trans(tl.flip(tl.trans(of_h), 1))
+            of_key = tl.sum(tl.reshape(of_h * step * value, (T, BLOCK, STATES)), 1)
             of_read = tl.sum(tl.reshape(of_read, (T, BLOCK, STATES)), 1)
-            shared = (at < tokens) & (one < states)[None, :]
-            into = (at * groups + group) * states + one[None, :]
+            shared = (at < tokens) & (state_index < states)[None, :]
+            into = (at * groups + group) * states + state_index[None, :]
             tl.store(of_b + into, of_key, mask=shared)
             tl.store(of_c + into, of_read, mask=shared)
-            of_written = tl.sum(tl.reshape(pull * key, (T, BLOCK, STATES)), 2)
-            of_decay = tl.sum(tl.reshape(held * pull * rate, (T, BLOCK, STATES)), 2)
+            of_written = tl.sum(tl.reshape(of_h * key, (T, BLOCK, STATES)), 2)
+            of_decay = tl.sum(tl.reshape(h * of_h * rate, (T, BLOCK, STATES)), 2)
             stored = (at < tokens) & (own < end)[None, :]
             step = tl.load(dt + at * dt_l + own * dt_h, mask=stored, other=0.0).to(wide)
             value = tl.load(x + at * x_l + own * x_h, mask=stored, other=0.0).to(wide)
@@ -355,6 +361,6 @@ def _pull(  # type: ignore[no-untyped-def]
             tl.store(of_x + into, (step * of_written).to(of_x.dtype.element_ty), mask=stored)
             tl.store(of_dt + into, value * of_written + of_decay, mask=stored)
         else:
-            held += faded * carried[None, :]
-            tl.store(before, carried)
-            carried = tl.sum(tl.where((place == T - 1)[:, None], held, 0.0), 0)
+            h += decays * carried[None, :]
+            tl.store(stored_state, carried)
+            carried = tl.sum(tl.where((place == T - 1)[:, None], h, 0.0), 0)

@@ -69,18 +69,18 @@ class FadingSteps:
         """
         tokens = y.shape[-2]
         if tokens <= _IN_TURN:
-            each, between, step = y.unbind(-2), decay.unbind(-2), -1 if self.transposed else 1
-            pairs = list(zip(each, between, each[1:], strict=False))
-            for first, factor, second in pairs[::step]:
-                before, after = (first, second)[::step]
+            vectors, decays, sign = y.unbind(-2), decay.unbind(-2), -1 if self.transposed else 1
+            pairs = list(zip(vectors, decays, vectors[1:], strict=False))
+            for first, factor, second in pairs[::sign]:
+                before, after = (first, second)[::sign]
                 after.addcmul_(factor, before)
             return
-        every, odd, even = self._every_second, tokens // 2, (tokens - 1) // 2  # from 1, from 2 on
-        last = every(y, 1, odd)
-        last.addcmul_(every(decay, 0, odd), every(y, 0, odd))
+        take, odd, even = self._every_second, tokens // 2, (tokens - 1) // 2  # from 1, from 2 on
+        ends = take(y, 1, odd)
+        ends.addcmul_(take(decay, 0, odd), take(y, 0, odd))
         joined = self._scratch(tokens, decay.shape[0], odd - 1, decay.shape[2])
-        self._run(last, torch.mul(every(decay, 1, odd - 1), every(decay, 2, odd - 1), out=joined))
-        every(y, 2, even).addcmul_(every(decay, 1, even), every(y, 1, even))
+        self._run(ends, torch.mul(take(decay, 1, odd - 1), take(decay, 2, odd - 1), out=joined))
+        take(y, 2, even).addcmul_(take(decay, 1, even), take(y, 1, even))
 
     def _every_second(self, x: Tensor, first: int, count: int) -> Tensor:
         """Return the tokens, or steps between tokens, ``first``, ``first`` + 2, and so on.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 
-def evenly(tokens: int, most: int) -> int:
-    """Return the size of equal parts, at most ``most``."""
+def even_size(tokens: int, most: int) -> int:
+    """Return the size of equal parts, as few as possible and each at most ``most``."""
     return -(-tokens // -(-tokens // most))
 
 
@@ -41,8 +41,8 @@ def vectors_of_heads(x: Tensor, heads: int, part: slice | Tensor = slice(None)) 
     """
     if x.dim() == 3:
         return x[:, :, None]
-    each = heads // x.shape[2]
-    return x[:, :, torch.arange(heads, device=x.device)[part] // each]
+    per_group = heads // x.shape[2]
+    return x[:, :, torch.arange(heads, device=x.device)[part] // per_group]
 
 
 # --- memory ------------------------------------------------------------------------------------

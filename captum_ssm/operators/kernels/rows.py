@@ -41,8 +41,8 @@ class Strip(NamedTuple):
         """
         rows, columns = clipped(self.rows, down, tokens), clipped(self.columns, right, tokens)
         top, first = rows.start - self.rows.start - down, columns.start - self.columns.start - right
-        kept = self.entries[..., top : top + len(rows), first : first + len(columns)]
-        return Strip(kept, rows, columns)
+        entries = self.entries[..., top : top + len(rows), first : first + len(columns)]
+        return Strip(entries, rows, columns)
 
     def full(self, tokens: int) -> Tensor:
         """Return the rows' entries in all columns, (B, R, L) or (B, H, R, L)."""
@@ -73,9 +73,9 @@ class Strip(NamedTuple):
 
 def sum_strips(strips: Iterable[Strip], rows: range) -> Strip:
     """Return the sum of strips whose rows are within ``rows``; may overwrite the first strip."""
-    found = iter(strips)
-    out = next(found).covering(rows, range(0))
-    for strip in found:
+    remaining = iter(strips)
+    out = next(remaining).covering(rows, range(0))
+    for strip in remaining:
         if strip.rows and strip.columns:
             out = out.covering(rows, strip.columns)
             out.add(strip)

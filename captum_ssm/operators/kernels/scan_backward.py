@@ -68,10 +68,10 @@ def selective_scan(
     gate = None if z is None else z.permute(2, 0, 1).to(dtype)
     inputs = _ScanInputs(A.T.to(dtype), x, steps, keys, reads, skip, bias, gate, delta_softplus)
     out, last = _scan(inputs)
-    returned = (
+    out_dtype = (
         hidden_states.dtype if z is None else torch.promote_types(hidden_states.dtype, z.dtype)
     )
-    out = out.permute(1, 2, 0).to(returned)
+    out = out.permute(1, 2, 0).to(out_dtype)
     return (out, last.transpose(1, 2)) if return_last_state else out
 
 
@@ -109,8 +109,8 @@ def _scan(inputs: _ScanInputs) -> tuple[Tensor, Tensor]:
     """Return outputs (L, S B, D) and the last state (S B, N, D), differentiable by autograd."""
     tensors = (t for t in inputs if isinstance(t, Tensor))
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        found: tuple[Tensor, Tensor] = _Scan.apply(*inputs)  # type: ignore[no-untyped-call]
-        return found
+        result: tuple[Tensor, Tensor] = _Scan.apply(*inputs)  # type: ignore[no-untyped-call]
+        return result
     chunks = _Chunks(inputs)
     with underflow_flushed():
         out = chunks.outputs()
@@ -140,6 +140,11 @@ class _Scan(torch.autograd.Function):
     @once_differentiable
     @underflow_flushed()
     def backward(ctx: Any, grad_out: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of :class:`_ScanInputs`, computed from the last chunk to the first.
+
+        For each chunk, ``of_states`` are the states' gradients, and ``passed`` are these times the
+        decays: the part that reaches the states before.
+        """
         A, x, dt, B, C, D, bias, z, out, *starts = ctx.saved_tensors
         scan = _ScanInputs(A, x, dt, B, C, D, bias, z, ctx.softplus)
         chunks = _Chunks(scan)
@@ -150,42 +155,44 @@ class _Scan(torch.autograd.Function):
             for i, t in ((0, A), (5, D), (6, bias))
         )
         grad_z = torch.empty_like(z) if ctx.needs_input_grad[7] else None
-        grads = torch.empty_like(chunks.states[1:])
-        alone = grads.shape == chunks.decays.shape  # S = 1: the result overwrites decays
-        passes = chunks.decays if alone else torch.empty_like(grads)
-        passes = chunks.stacked(passes)
+        memory = torch.empty_like(chunks.states[1:])
+        no_stack = memory.shape == chunks.decays.shape  # S = 1: the result overwrites decays
+        passed_memory = chunks.decays if no_stack else torch.empty_like(memory)
+        passed_memory = chunks.stacked(passed_memory)
         carried = chunks.stacked(grad_last[None])[0]
         for part, start in zip(reversed(chunks.parts), reversed(starts), strict=True):
             decays, states = chunks.run(part, start)
-            inputs, raw, steps, keys, written = chunks.current
-            grad, seed = grads[: len(decays)], time_first(grad_out[part])
+            values, raw, steps, keys, written = chunks.current
+            of_states, of_out = memory[: len(decays)], time_first(grad_out[part])
             if z is not None:
-                seed, of_z = _gate_backward(seed, out[part], time_first(z[part]))
+                of_out, of_z = _gate_backward(of_out, out[part], time_first(z[part]))
                 if grad_z is not None:
                     grad_z[part] = of_z
-            _times_columns(states[1:], seed, into=grad_C[part])
-            torch.mul(C[part, :, :, None], seed[:, :, None], out=grad)
-            passed = passes[: len(decays)]
-            each = (x.unbind()[::-1] for x in (chunks.stacked(grad), decays[:, None], passed))
-            for here, decay, before in zip(*each, strict=True):
-                here.add_(carried)
-                carried = torch.mul(here, decay, out=before)  # the gradient of the state before
+            _times_columns(states[1:], of_out, into=grad_C[part])
+            torch.mul(C[part, :, :, None], of_out[:, :, None], out=of_states)
+            passed = passed_memory[: len(decays)]
+            tensors = chunks.stacked(of_states), decays[:, None], passed
+            for of_state, decay, of_before in zip(
+                *(x.unbind()[::-1] for x in tensors), strict=True
+            ):
+                of_state.add_(carried)
+                carried = torch.mul(of_state, decay, out=of_before)
             carried = carried.clone()
-            _times_columns(grad, written, into=grad_B[part])
-            of_written = _times_rows(keys, grad, into=torch.empty_like(written))
+            _times_columns(of_states, written, into=grad_B[part])
+            of_written = _times_rows(keys, of_states, into=torch.empty_like(written))
             of_x = chunks.stacked(of_written).mul(steps[:, None]).flatten(1, 2)
             if D is not None:
-                of_x.addcmul_(seed, D)
+                of_x.addcmul_(of_out, D)
             if grad_D is not None:
-                grad_D += (seed * inputs).sum((0, 1))
+                grad_D += (of_out * values).sum((0, 1))
             grad_x[part] = of_x
             # the gradient of dt A: the decay's gradient times the decay
             exponent = passed.mul_(chunks.stacked(states[:-1]))
-            exponent = exponent[:, 0] if alone else exponent.sum(1)
+            exponent = exponent[:, 0] if no_stack else exponent.sum(1)
             if grad_A is not None:
-                by_rate = grad[:, : exponent.shape[1]]
+                by_rate = of_states[:, : exponent.shape[1]]
                 grad_A += torch.mul(exponent, steps[:, :, None], out=by_rate).sum((0, 1))
-            of_dt = exponent.mul_(A).sum(2) + chunks.stacked(of_written * inputs).sum(1)
+            of_dt = exponent.mul_(A).sum(2) + chunks.stacked(of_written * values).sum(1)
             if scan.softplus:
                 of_dt.mul_(scan.steps(raw).sigmoid())
             if grad_bias is not None:
@@ -236,9 +243,9 @@ class _Chunks:
         torch.mul(dt[:, :, None], self._rates, out=decays).exp2_()
         torch.mul(keys[..., None], written[:, :, None], out=states[1:])
         states[0] = start
-        before, *each = self.stacked(states).unbind()
-        for state, decay in zip(each, decays.unbind(), strict=True):
-            before = state.addcmul_(decay, before)
+        state, *later_states = self.stacked(states).unbind()
+        for out, decay in zip(later_states, decays.unbind(), strict=True):
+            state = out.addcmul_(decay, state)
         return decays, states
 
     def stacked(self, x: Tensor) -> Tensor:
@@ -278,9 +285,9 @@ class _Chunks:
 
 def _gate_backward(grad: Tensor, out: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``out`` and ``z``, given the gradient of out * silu(z)."""
-    share = z.sigmoid()
-    gate = share * z
-    slope = torch.addcmul(share, gate, 1 - share)
+    sigmoid = z.sigmoid()
+    gate = sigmoid * z
+    slope = torch.addcmul(sigmoid, gate, 1 - sigmoid)
     return gate.mul_(grad), slope.mul_(grad).mul_(out)
 
 
@@ -306,7 +313,7 @@ def time_first(x: Tensor) -> Tensor:
     if x.stride(0) != 1 or not x.numel():
         return x.contiguous()
     out = x.new_empty(x.shape)
-    for one, into in zip(x.unbind(1), out.unbind(1), strict=True):
-        rows = one.T.contiguous()  # (D, T), in one run
-        into.copy_(rows.T.contiguous())
+    for example, out_of_example in zip(x.unbind(1), out.unbind(1), strict=True):
+        rows = example.T.contiguous()  # (D, T), in one run
+        out_of_example.copy_(rows.T.contiguous())
     return out

@@ -56,44 +56,44 @@ class ScanSteps:
         self.key, self.read = (scan.c, scan.b) if transposed else (scan.b, scan.c)
         self.transposed = transposed
         self.dt = scan.dt.transpose(0, 1)[:, :, None]  # (L, B, 1, H)
-        self.rate = (BINARY * scan.a.T).contiguous()  # (N, H)
+        self.rate = (BINARY * scan.a.T).contiguous()  # (N, H), exponents of 2
         batch, _, self.heads = scan.dt.shape
         # fresh memory for every few tokens would cost as much as the arithmetic
         self.decays = self.dt.new_empty(longest, batch, *self.rate.shape)
         self.states = self.dt.new_empty(longest, stack, batch, *self.rate.shape)
-        self.each_decay, self.each_state = self.decays[:, None].unbind(), self.states.unbind()
+        self.decay_by_step, self.state_by_step = self.decays[:, None].unbind(), self.states.unbind()
         self.carried = torch.zeros_like(self.states[0])
         self._scratch = Scratch(self.dt)
 
     @torch.inference_mode()  # many calls, each faster without a graph
     def __call__(self, x: Tensor, part: slice, out: Tensor) -> None:
         """Map vectors ``x`` (S, B, T, H) of the tokens ``part``; write the outputs to ``out``."""
-        for some in parts(x.shape[2], _PREPARED * len(self.decays), self.transposed):
-            tokens = slice(part.start + some.start, part.start + some.stop)
-            self._map(x[:, :, some], tokens, out[:, :, some])
+        for steps in parts(x.shape[2], _PREPARED * len(self.decays), self.transposed):
+            tokens = slice(part.start + steps.start, part.start + steps.stop)
+            self._map(x[:, :, steps], tokens, out[:, :, steps])
 
     def _map(self, x: Tensor, part: slice, out: Tensor) -> None:
-        """Map some tokens: prepare the inputs of all, then compute states of a few at a time."""
+        """Map the tokens ``part``: prepare all inputs, then compute states of a few at a time."""
         dt = self.dt[part].transpose(1, 2)  # (T, 1, B, H)
         x = x.permute(2, 0, 1, 3)  # (T, S, B, H)
-        keys, read = (self._time_first(y, part) for y in (self.key, self.read))
+        keys, reads = (self._time_first(y, part) for y in (self.key, self.read))
         if not self.transposed:
             x = torch.mul(x, dt, out=self._scratch("written", *x.shape))
         values, keys = x[..., None, :], keys.mT
         # the adjoint's state decays by the step of the token after
-        after = 1 if self.transposed else 0
-        steps = self.dt[part.start + after : part.stop + after]
-        found = self._scratch("found", *x.shape[:3], 1, self.heads)
-        reading = _Reading(read, self.states, found)
-        for some in parts(len(dt), len(self.decays), self.transposed):
-            self._set_decays(steps[some], some.stop - some.start)
-            self._run(values[some], keys[some])
-            reading(some)
-        found, out = found.squeeze(-2), out.permute(2, 0, 1, 3)
+        shift = 1 if self.transposed else 0
+        dt_of_decays = self.dt[part.start + shift : part.stop + shift]
+        products = self._scratch("products", *x.shape[:3], 1, self.heads)
+        read_states = _Readout(reads, self.states, products)
+        for steps in parts(len(dt), len(self.decays), self.transposed):
+            self._set_decays(dt_of_decays[steps], steps.stop - steps.start)
+            self._run(values[steps], keys[steps])
+            read_states(steps)
+        products, out = products.squeeze(-2), out.permute(2, 0, 1, 3)
         if self.transposed:
-            torch.mul(found, dt, out=out)
+            torch.mul(products, dt, out=out)
         else:
-            out.copy_(found)
+            out.copy_(products)
 
     def _run(self, values: Tensor, keys: Tensor) -> None:
         """Write h[t] = decay[t] h[t-1] + keys[t] values[t] to ``states``.
@@ -102,15 +102,15 @@ class ScanSteps:
         """
         count, state = len(values), self.carried
         order = slice(count - 1, None, -1) if self.transposed else slice(count)
-        steps = zip(self.each_decay[order], self.each_state[order], strict=True)
+        steps = zip(self.decay_by_step[order], self.state_by_step[order], strict=True)
         if values.stride(-1) == 0 and keys.shape[-1] == 1:  # the same for all channels
             written = (values[..., :1] * keys).unbind()
-            for (decay, out), share in zip(steps, written[order], strict=True):
-                state = torch.addcmul(share, decay, state, out=out)
+            for (decay, out), term in zip(steps, written[order], strict=True):
+                state = torch.addcmul(term, decay, state, out=out)
         else:
             torch.mul(values, keys, out=self.states[:count])
-            for decay, begun in steps:
-                state = begun.addcmul_(decay, state)
+            for decay, term in steps:
+                state = term.addcmul_(decay, state)
         self.carried.copy_(state)  # the next tokens' states overwrite its memory
 
     def _set_decays(self, steps: Tensor, count: int) -> None:
@@ -129,7 +129,7 @@ class ScanSteps:
         return vectors_of_heads(x[:, part], self.heads).transpose(0, 1)[:, None]
 
 
-class _Reading:
+class _Readout:
     """Products of output vectors (C, or B in the adjoint) and states, a few tokens at a time.
 
     Args:
@@ -139,14 +139,14 @@ class _Reading:
     """
 
     def __init__(self, weights: Tensor, states: Tensor, out: Tensor) -> None:
-        self._each = states.shape[1] * states.shape[2]
+        self._per_token = states.shape[1] * states.shape[2]
         self._by_head = weights.shape[-2] > 1
         shared = weights.expand(-1, states.shape[1], -1, -1, -1)
         self._weights, self._states, self._out = (y.flatten(0, 2) for y in (shared, states, out))
 
-    def __call__(self, some: slice) -> None:
-        """Write the products of the tokens ``some``, whose states are in memory now."""
-        part = slice(some.start * self._each, some.stop * self._each)
+    def __call__(self, steps: slice) -> None:
+        """Write the products of the tokens ``steps``, whose states are in memory now."""
+        part = slice(steps.start * self._per_token, steps.stop * self._per_token)
         weights, out = self._weights[part], self._out[part]
         states = self._states[: len(out)]
         if self._by_head:

@@ -74,7 +74,7 @@ class Submatrix(NamedTuple):
     writes: Tensor | None
 
     def of(self, heads: slice) -> Tensor:
-        """Return the submatrices of some heads."""
+        """Return the submatrices of some heads, (B, h, R, W)."""
         reads = self.reads[:, heads]
         return reads if self.writes is None else reads @ self.writes[:, heads].mT
 
@@ -83,35 +83,36 @@ class Submatrix(NamedTuple):
 Earlier = tuple[slice, Tensor, Tensor]
 
 
-def tiles_of(chunk_of: ChunkOf, rows: range, each: int) -> Iterator[Submatrix]:
+def tiles_of(chunk_of: ChunkOf, rows: range, batch_heads: int) -> Iterator[Submatrix]:
     """Yield the tiles of a strip of rows.
 
     Args:
         chunk_of: function that computes the chunks of some tokens.
         rows: indices of the rows.
-        each: number of heads per token, over all examples: B * H.
+        batch_heads: number of heads per token, over all examples: B * H.
     """
 
-    def chunks(tokens: range) -> Iterator[Chunk]:
-        for part in reversed(list(runs_of_chunks(tokens, CHUNK, each))):
+    def chunks_backwards(tokens: range) -> Iterator[Chunk]:
+        for part in reversed(list(runs_of_chunks(tokens, CHUNK, batch_heads))):
             yield by_head(chunk_of(part, CHUNK))
 
-    own = [*chunks(rows)][::-1]
-    return tiles(own, map(_joined, chunks(range(rows.start))) if rows.start else None)
+    of_rows = [*chunks_backwards(rows)][::-1]
+    before = map(_as_one_chunk, chunks_backwards(range(rows.start))) if rows.start else None
+    return tiles(of_rows, before)
 
 
-def _joined(chunk: Chunk) -> Earlier:
-    """Return chunks as one chunk; the writes are overwritten."""
+def _as_one_chunk(chunk: Chunk) -> Earlier:
+    """Join chunks to one, whose writes refer to the last chunk's end; they are overwritten."""
     writes, carries = chunk.writes.unbind(2), chunk.carry.unbind(2)
     carry = carries[-1]
     for written, own in zip(writes[-2::-1], carries[-2::-1], strict=True):
         _times_carry(written, carry if carry.shape[-1] == 1 else carry.mT)
-        carry = _product(carry, own)
+        carry = _compose(carry, own)
     return chunk.tokens, chunk.writes.flatten(2, 3), carry
 
 
 def tiles(
-    chunks: Sequence[Chunk], earlier: Iterable[Earlier] | None = None, near: float = math.inf
+    chunks: Sequence[Chunk], earlier: Iterable[Earlier] | None = None, horizon: float = math.inf
 ) -> Iterator[Submatrix]:
     """Yield a strip's tiles: on the diagonal, of the tree, then of earlier columns.
 
@@ -119,40 +120,44 @@ def tiles(
         chunks: neighboring chunks of the strip's rows, with reads and writes per head; overwritten.
         earlier: the chunks before the rows, from the last to the first. Default: None, there are
             none.
-        near: number of tokens after which every state is below rounding. Default: infinite.
+        horizon: number of tokens after which every state is below rounding. Default: infinite.
     """
     start, spans = chunks[0].tokens.start, list[tuple[slice, Tensor]]()
     for chunk in chunks:
-        for at, within, carry in zip(*_single(chunk), chunk.carry.unbind(2), strict=True):
-            yield Submatrix(_less(at, start), at, within, None)
-            spans.append((at, carry))
-    reads, writes = _factors([c.reads for c in chunks]), _factors([c.writes for c in chunks])
+        singles = zip(*_tokens_and_matrices(chunk), chunk.carry.unbind(2), strict=True)
+        for tokens, within, carry in singles:
+            yield Submatrix(_counted_from(tokens, start), tokens, within, None)
+            spans.append((tokens, carry))
+    reads, writes = _by_token([c.reads for c in chunks]), _by_token([c.writes for c in chunks])
+    # spans: the tokens and carry of each run; each level joins runs in pairs and updates reads and
+    # writes, so that they refer to the state before and after the joined run
     while len(spans) > 1:
-        joined = []
+        joined_spans = []
         for (first, before), (second, after) in zip(spans[::2], spans[1::2], strict=False):
             rows, columns, length = second, first, first.stop - first.start
             # entries of tokens further from the pair's border are below rounding
-            if length >= near:
-                rows = slice(rows.start, min(rows.stop, rows.start + int(near)))
-                columns = slice(columns.stop - int(near), columns.stop)
-            read, written = reads[..., _less(rows, start), :], writes[..., _less(columns, start), :]
-            yield Submatrix(_less(rows, start), columns, read, written)
-            if length < near and (earlier is not None or len(spans) > 2):
-                _times_carry(read, before)
-            if length < near and len(spans) > 2:
-                _times_carry(written, after if after.shape[-1] == 1 else after.mT)
-            joined.append((slice(first.start, second.stop), _product(after, before)))
-        spans = joined + spans[2 * len(joined) :]
-    reads = reads[:, :, : int(min(near, reads.shape[2]))]
-    for at, written, carry in earlier or ():
-        yield Submatrix(slice(0, reads.shape[2]), at, reads, written)
+            if length >= horizon:
+                rows = slice(rows.start, min(rows.stop, rows.start + int(horizon)))
+                columns = slice(columns.stop - int(horizon), columns.stop)
+            row_factors = reads[..., _counted_from(rows, start), :]
+            column_factors = writes[..., _counted_from(columns, start), :]
+            yield Submatrix(_counted_from(rows, start), columns, row_factors, column_factors)
+            if length < horizon and (earlier is not None or len(spans) > 2):
+                _times_carry(row_factors, before)
+            if length < horizon and len(spans) > 2:
+                _times_carry(column_factors, after if after.shape[-1] == 1 else after.mT)
+            joined_spans.append((slice(first.start, second.stop), _compose(after, before)))
+        spans = joined_spans + spans[2 * len(joined_spans) :]  # with an odd last run
+    reads = reads[:, :, : int(min(horizon, reads.shape[2]))]
+    for tokens, column_factors, carry in earlier or ():
+        yield Submatrix(slice(0, reads.shape[2]), tokens, reads, column_factors)
         _times_carry(reads, carry)
 
 
-def _factors(parts: list[Tensor]) -> Tensor:
-    """Return factors (B, H, C, T, N) of several parts as one tensor (B, H, L, N)."""
-    each = [x.flatten(2, 3) for x in parts]
-    return torch.cat(each, 2) if len(each) > 1 else each[0]
+def _by_token(parts: list[Tensor]) -> Tensor:
+    """Concatenate reads or writes (B, H, C, T, N) of several chunks to one tensor (B, H, L, N)."""
+    factors = [x.flatten(2, 3) for x in parts]
+    return torch.cat(factors, 2) if len(factors) > 1 else factors[0]
 
 
 def by_head(chunk: Chunk) -> Chunk:
@@ -181,16 +186,17 @@ def weigh(chunk: Chunk, left: Tensor, right: Tensor) -> Chunk:
     return chunk._replace(within=within, reads=left * chunk.reads, writes=right * chunk.writes)
 
 
-def _single(chunk: Chunk) -> tuple[list[slice], tuple[Tensor, ...]]:
+def _tokens_and_matrices(chunk: Chunk) -> tuple[list[slice], tuple[Tensor, ...]]:
     """Return the tokens of each single chunk, and its matrix (B, H, T, T)."""
-    length, begin = chunk.within.shape[-1], chunk.tokens.start
-    within = chunk.within.unbind(2)
-    return [slice(begin + i * length, begin + (i + 1) * length) for i in range(len(within))], within
+    length, start = chunk.within.shape[-1], chunk.tokens.start
+    matrices = chunk.within.unbind(2)
+    starts = range(start, chunk.tokens.stop, length)
+    return [slice(first, first + length) for first in starts], matrices
 
 
-def _less(tokens: slice, by: int) -> slice:
-    """Return the slice ``tokens`` with ``by`` subtracted from its start and its stop."""
-    return slice(tokens.start - by, tokens.stop - by)
+def _counted_from(tokens: slice, start: int) -> slice:
+    """Return the slice ``tokens`` with token ``start`` as number 0."""
+    return slice(tokens.start - start, tokens.stop - start)
 
 
 def _times_carry(x: Tensor, carry: Tensor) -> None:
@@ -201,66 +207,74 @@ def _times_carry(x: Tensor, carry: Tensor) -> None:
         x.copy_(x @ carry)
 
 
-def _product(after: Tensor, before: Tensor) -> Tensor:
+def _compose(after: Tensor, before: Tensor) -> Tensor:
+    """Return the carry of two neighboring runs, given the second run's and the first run's."""
     return after * before if after.shape[-1] == 1 else after @ before
 
 
 # --- sums of tiles -----------------------------------------------------------------------------
 
 
-def assemble(found: Iterable[Submatrix], out: Tensor) -> Tensor:
+def assemble(submatrices: Iterable[Submatrix], out: Tensor) -> Tensor:
     """Write the matrix of every head into ``out`` (B, H, L, L), which is zero, and return it."""
-    for tile in found:
+    for tile in submatrices:
         out[..., tile.rows, tile.columns] = tile.of(slice(None))
     return out
 
 
-def sum_over_heads(found: Iterable[Submatrix], out: Tensor) -> Tensor:
+def sum_over_heads(submatrices: Iterable[Submatrix], out: Tensor) -> Tensor:
     """Add rows of the sum of all heads' matrices to ``out`` (B, R, W), and return it."""
-    for tile in found:
+    for tile in submatrices:
         into = out[:, tile.rows, tile.columns]
         if tile.writes is None:
             into += tile.reads[:, 0] if tile.reads.shape[1] == 1 else tile.reads.sum(1)
         elif tile.reads.shape[1] == 1:
             into.baddbmm_(tile.reads[:, 0], tile.writes[:, 0].mT)
-        else:
-            for total, read, written in zip(into, tile.reads, tile.writes, strict=True):
-                total.addbmm_(read, written.mT)
+        else:  # addbmm sums over the heads of one example
+            for total, read, write in zip(into, tile.reads, tile.writes, strict=True):
+                total.addbmm_(read, write.mT)
     return out
 
 
 def sums_over_channels(
-    found: Iterable[Submatrix], left: Tensor, rights: Sequence[Tensor], out: Tensor
+    submatrices: Iterable[Submatrix], left: Tensor, rights: Sequence[Tensor], out: Tensor
 ) -> Tensor:
     """Sum left[i, c] alpha_c[i, j] right[j, c] over channels, for R rows i.
 
     Args:
-        found: the tiles of the rows.
+        submatrices: the tiles of the rows.
         left: factors of the rows (B, H, R, P).
         rights: column factors, one tensor (B, H, L, P) for each sum.
         out: zeros, (B, R, W) for each of the sums; written to and returned.
     """
-    for tile in found:
+    for tile in submatrices:
         into = out[..., tile.rows, tile.columns]
         # few heads at a time: their tiles stay in the cache
         size = max(1, at_a_time(_TILE_ELEMENTS, into.device) // into[0].numel())
         for first in range(0, left.shape[1], size):
-            some = slice(first, first + size)
-            row, matrices = left[:, some, tile.rows], tile.of(some)
+            heads = slice(first, first + size)
+            row_factors, matrices = left[:, heads, tile.rows], tile.of(heads)
             for total, right in zip(into, rights, strict=True):
-                total += (row @ right[:, some, tile.columns].mT).mul_(matrices).sum(1)
+                total += (row_factors @ right[:, heads, tile.columns].mT).mul_(matrices).sum(1)
     return out
 
 
 def decay_tiles(decay: Tensor, rows: range) -> Iterator[Submatrix]:
     """Yield the tiles of alpha[i, j] = product of decay[t] over j < t <= i, for decays (B, L, H).
 
-    Above the diagonal the matrices contain arbitrary values of at most 1. Do not write to them.
+    Entries above the diagonal are arbitrary, at most 1.  Rows share memory: do not write to them.
     """
 
     def chunk(part: slice, length: int) -> Chunk:
+        # in_chunks expects a last dimension
         products = Decays(in_chunks(decay[:, part, :, None], length).squeeze(-1))
-        return Chunk(part, products.between, products.since, products.until, products.total)
+        return Chunk(
+            tokens=part,
+            within=products.between,
+            reads=products.since,
+            writes=products.until,
+            carry=products.total,
+        )
 
     return tiles_of(chunk, rows, decay.shape[0] * decay.shape[2])
 
@@ -288,7 +302,7 @@ def sums_over_groups(
         rights: column factors, one tensor (B, L, H, P) for each sum.
         out: zeros, (B, R, L) for each of the sums; written to and returned.
     """
-    groups, tokens, height = query.shape[2], *out.shape[:1:-1]
+    groups, (height, tokens) = query.shape[2], out.shape[-2:]
 
     def channels(x: Tensor, factor: Tensor) -> Tensor:
         """Return ``x`` (B, T, H, P) times factors (B, H, T, 1), by group (B, G, T, H P / G)."""
@@ -296,21 +310,21 @@ def sums_over_groups(
         return faded.flatten(3).transpose(1, 2)
 
     for tile in decay_tiles(decay, range(tokens - height, tokens)):
-        some, columns, row = tile.rows, tile.columns, left[:, tile.rows]
-        grams = query[:, some].transpose(1, 2) @ key[:, columns].permute(0, 2, 3, 1)
+        rows, columns, row_factors = tile.rows, tile.columns, left[:, tile.rows]
+        grams = query[:, rows].transpose(1, 2) @ key[:, columns].permute(0, 2, 3, 1)
         if tile.writes is None:
             grams.tril_()  # above the diagonal, the decays within a chunk are arbitrary numbers
-            row = row.transpose(1, 2)
+            row_factors = row_factors.transpose(1, 2)
         else:
-            row = channels(row, tile.reads)
+            row_factors = channels(row_factors, tile.reads)
         for total, right in zip(out, rights, strict=True):
             if tile.writes is None:
-                found = (row @ right[:, columns].permute(0, 2, 3, 1)).mul_(tile.reads)
-                sums = torch.unflatten(found, 1, (groups, -1)).sum(2)
+                products = (row_factors @ right[:, columns].permute(0, 2, 3, 1)).mul_(tile.reads)
+                sums = torch.unflatten(products, 1, (groups, -1)).sum(2)
             else:
-                sums = row @ channels(right[:, columns], tile.writes).mT
+                sums = row_factors @ channels(right[:, columns], tile.writes).mT
             for of_channels, gram in zip(sums.unbind(1), grams.unbind(1), strict=True):
-                total[:, some, columns].addcmul_(of_channels, gram)
+                total[:, rows, columns].addcmul_(of_channels, gram)
     return out
 
 
@@ -353,36 +367,42 @@ class Block(NamedTuple):
     decays: Callable[[slice], Tensor]
     after: Callable[[slice], Tensor] | None = None
 
-    def earlier(self, until: int, reach: int) -> Iterator[Earlier]:
-        """Yield chunks of the tokens before ``until``, until no channel remembers an earlier one.
+    def earlier(self, stop: int, reach: int) -> Iterator[Earlier]:
+        """Yield chunks of the tokens before ``stop``, last chunk first.
+
+        End early once every channel has decayed below rounding; each check waits for a GPU.
 
         Args:
-            until: the first token that is not yielded.
+            stop: index of the token after the last one to yield.
             reach: number of tokens from a column's first write to its last.
         """
-        gone: Tensor | None = None
-        for stop in range(until, 0, -EARLIER):
-            start = max(0, stop - EARLIER)
-            begin = max(0, start - max(1, reach))
-            some = slice(begin, stop)
-            after = _decays_after(self.decays(some)) if self.after is None else self.after(some)
-            # the product of all decays; there is no token before token 0
-            total = after[:, max(0, start - begin - 1), :, None]
-            *others, writes = (x.mul_(after) for x in self.columns(some))
-            writes = writes[:, start - begin :]
-            for back, key in enumerate(reversed(others), 1):
-                first = min(stop, max(start, begin + back))
-                writes[:, first - start :] += key[:, first - back - begin : stop - back - begin]
-            yield slice(start, stop), writes[:, None], total[:, None]
-            gone = total if gone is None else gone * total
-            if bool(gone.amax() <= forgotten(gone.dtype)):
+        remaining: Tensor | None = None
+        for chunk_stop in range(stop, 0, -EARLIER):
+            chunk_start = max(0, chunk_stop - EARLIER)
+            # at least one token earlier, because its ``after`` is the decay of the whole chunk
+            read_from = max(0, chunk_start - max(1, reach))
+            tokens = slice(read_from, chunk_stop)
+            after = _decays_after(self.decays(tokens)) if self.after is None else self.after(tokens)
+            total = after[:, max(0, chunk_start - read_from - 1), :, None]
+            *shorter_lags, writes = (x.mul_(after) for x in self.columns(tokens))
+            writes = writes[:, chunk_start - read_from :]
+            # columns of shorter lags were written ``delay`` tokens before they were complete
+            for delay, column in enumerate(reversed(shorter_lags), 1):
+                first = min(chunk_stop, max(chunk_start, read_from + delay))
+                written = slice(first - delay - read_from, chunk_stop - delay - read_from)
+                writes[:, first - chunk_start :] += column[:, written]
+            yield slice(chunk_start, chunk_stop), writes[:, None], total[:, None]
+            remaining = total if remaining is None else remaining * total
+            if bool(remaining.amax() <= negligible_decay(remaining.dtype)):
                 return
 
 
 def block_of(u: Tensor, columns: Sequence[Tensor], decay: Tensor) -> Block:
     """Return a block from factors U (B, R, K), V (B, L, K) for each lag, and A (B, L, K)."""
     return Block(
-        u.clone, lambda some: [v[:, some].clone() for v in columns], lambda some: decay[:, some]
+        rows=u.clone,
+        columns=lambda tokens: [v[:, tokens].clone() for v in columns],
+        decays=lambda tokens: decay[:, tokens],
     )
 
 
@@ -404,37 +424,39 @@ def semiseparable_strip(
         u = block.rows()
         if out is None:
             out = u.new_zeros(batch, len(rows), rows.stop + reach)
-        begin = max(0, rows.start - reach)
-        some = slice(begin, rows.stop)
-        decay, columns = block.decays(some), block.columns(some)
+        read_from = max(0, rows.start - reach)
+        read_tokens = slice(read_from, rows.stop)
+        decay, columns = block.decays(read_tokens), block.columns(read_tokens)
+        # each lag's column continues the column of the lag before, which has decayed by one token
         for sooner, later in pairwise(columns):
             later[:, 1:].addcmul_(decay[:, 1:], sooner[:, :-1])
-        decay, *columns = (x[:, rows.start - begin :] for x in (decay, *columns))
-        for place, column in enumerate(columns[-2::-1], rows.start + 1):
-            out.diagonal(place, 1, 2)[:] += (u * column).sum(-1)
-        chunks = _chunks(decay, u, columns[-1], rows.start)
-        near = math.inf
+        decay, *columns = (x[:, rows.start - read_from :] for x in (decay, *columns))
+        # entries of rows that read a column before it is complete
+        for diagonal, column in enumerate(columns[-2::-1], rows.start + 1):
+            out.diagonal(diagonal, 1, 2)[:] += (u * column).sum(-1)
+        chunks = _chunks_of_rows(decay, u, columns[-1], rows.start)
+        horizon = math.inf
         if len(rows) > 2 * _CHUNK and (len(rows) >= _LONG or not are_noted(decay)):
-            near = _window(chunks[0].carry, _CHUNK)
+            horizon = _horizon(chunks[0].carry, _CHUNK)
         earlier = block.earlier(rows.start, reach) if rows.start else None
-        sum_over_heads(tiles(chunks, earlier, near), out)
+        sum_over_heads(tiles(chunks, earlier, horizon), out)
     if out is None:
         raise ValueError("blocks is empty. Pass at least one block of factors (decays, U, V).")
     return Strip(out, rows, range(out.shape[-1])).moved(0, -lags[-1], tokens)
 
 
-def _chunks(decay: Tensor, u: Tensor, v: Tensor, start: int) -> list[Chunk]:
-    """Return the chunks of rows from ``start`` on as of one head, from factors (B, R, K)."""
-    height, found = u.shape[1], []
-    whole = height - height % _CHUNK  # the last chunk may be shorter
-    for part in (range(whole), range(whole, height)):
+def _chunks_of_rows(decay: Tensor, u: Tensor, v: Tensor, start: int) -> list[Chunk]:
+    """Return the chunks of rows from ``start`` on, from factors (B, R, K) as those of one head."""
+    height, chunks = u.shape[1], []
+    in_whole_chunks = height - height % _CHUNK  # the last chunk may be shorter
+    for part in (range(in_whole_chunks), range(in_whole_chunks, height)):
         if part:
             tensors = (x[:, part.start : part.stop, None] for x in (decay, u, v))
-            a, x, y = (in_chunks(t, _CHUNK) for t in tensors)  # (B, 1, C, T, K)
-            (within,), (reads,), writes, total = decayed_grams(a, [x], y)
+            a, row, column = (in_chunks(x, _CHUNK) for x in tensors)  # (B, 1, C, T, K)
+            (within,), (reads,), writes, total = decayed_grams(a, [row], column)
             tokens = slice(start + part.start, start + part.stop)
-            found.append(Chunk(tokens, within, reads, writes, total.mT))
-    return found
+            chunks.append(Chunk(tokens, within, reads, writes, total.mT))
+    return chunks
 
 
 def _decays_after(decay: Tensor) -> Tensor:
@@ -457,21 +479,21 @@ def _decays_after(decay: Tensor) -> Tensor:
     return out.flatten(1, 2)[:, :tokens]
 
 
-def _window(totals: Tensor, span: int) -> float:
+def _horizon(totals: Tensor, span: int) -> float:
     """Return after how many tokens a state is below rounding, a multiple of ``span``.
 
     Args:
         totals: products of the decays of ``span`` tokens each.
         span: number of tokens.
     """
-    most = float(totals.amax())
-    if most >= 1:
+    largest = float(totals.amax())
+    if largest >= 1:
         return math.inf
-    if most <= 0:
+    if largest <= 0:
         return span
-    return span * math.ceil(math.log(forgotten(totals.dtype)) / math.log(most))
+    return span * math.ceil(math.log(negligible_decay(totals.dtype)) / math.log(largest))
 
 
-def forgotten(dtype: torch.dtype) -> float:
+def negligible_decay(dtype: torch.dtype) -> float:
     """Return the product of decays below which a state is smaller than rounding."""
     return torch.finfo(dtype).eps / 16

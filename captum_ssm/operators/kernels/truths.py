@@ -26,16 +26,16 @@ _SMALL = 2**16
 
 
 class _Noted(NamedTuple):
-    """A check that ``number`` is at most ``limit``, or ``limit * size`` if ``size`` is set."""
+    """A check that ``value`` is at most ``limit``, or ``limit * size`` if ``size`` is set."""
 
-    number: Tensor
+    value: Tensor
     limit: float
     size: Tensor | None = None
 
     @property
-    def read(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """The tensors to read from the device to evaluate the check."""
-        return (self.number,) if self.size is None else (self.number, self.size)
+        return (self.value,) if self.size is None else (self.value, self.size)
 
 
 #: The noted checks; a tensor is a check that it is finite. None outside :func:`read_together`.
@@ -51,25 +51,25 @@ def read_together(call: Callable[[], T]) -> T:
     if _noted.get() is not None or _doubted.get():
         return call()
     noted: list[_Noted | Tensor] = []
-    before, known = _noted.set(noted), _already_read.set({})
+    noted_token, read_token = _noted.set(noted), _already_read.set({})
     try:
-        found = call()
-    except Exception:
+        result = call()
+    except Exception:  # if a noted check is false, it may have caused the error
         if _all_hold(noted):
             raise
     else:
         if _all_hold(noted):
-            return found
-        del found
+            return result
+        del result
     finally:
-        _noted.reset(before)
-        _already_read.reset(known)
+        _noted.reset(noted_token)
+        _already_read.reset(read_token)
     noted.clear()
-    again = _doubted.set(True)
+    doubted_token = _doubted.set(True)
     try:
         return call()
     finally:
-        _doubted.reset(again)
+        _doubted.reset(doubted_token)
 
 
 def is_doubted() -> bool:
@@ -87,25 +87,26 @@ def holds(truth: Tensor) -> bool:
     return bool(truth) if not are_noted(truth) else at_most(~truth, 0.0)
 
 
-def read_once(about: Hashable, read: Callable[[], T], of: Tensor | None = None) -> T:
+def read_once(key: Hashable, read: Callable[[], T], of: Tensor | None = None) -> T:
     """Return ``read()``; within :func:`read_together` call ``read`` only once for each key.
 
     Args:
-        about: key of the result.
+        key: key of the result.
         read: function that reads the result from a device.
         of: tensor that the result depends on; its memory address becomes part of the key. Default:
-            None, the key is ``about``.
+            None, it does not.
     """
     if _noted.get() is None or (of is not None and not are_noted(of)):
         return read()
     if of is not None:
+        # an operation in place raises the version; inference tensors have none
         version = 0 if of.is_inference() else of._version
-        about = about, of.data_ptr(), version, of.shape, of.stride()
-    known = _already_read.get()
-    if about not in known:
-        known[about] = read(), of
-    found: T = known[about][0]
-    return found
+        key = key, of.data_ptr(), version, of.shape, of.stride()
+    results = _already_read.get()
+    if key not in results:
+        results[key] = read(), of  # ``of`` is stored, so that no new tensor gets its address
+    result: T = results[key][0]
+    return result
 
 
 def nonzero_range(weights: Tensor) -> range:
@@ -116,55 +117,56 @@ def nonzero_range(weights: Tensor) -> range:
     none will (a noted check); otherwise they return all tokens.
     """
     tokens = weights.shape[-1]
+    # where the ranges of this query ended that were read so far; read_once returns the same list
     ends: list[int] = read_once(("reached", tokens), list) if are_noted(weights) else []
     queried = _already_read.get({}).pop(("queried", tokens), None) if are_noted(weights) else None
     if queried is not None:  # the first weights of a query, whose tokens the CPU knows
-        some: range = queried[0]
-        ends.append(some.stop)
-        return some
+        tokens_read: range = queried[0]
+        ends.append(tokens_read.stop)
+        return tokens_read
     nonzero = weights.ne(0).reshape(-1, tokens).any(0)
     if ends and ("later", tokens) in _already_read.get({}):
         return range(tokens if looks_ahead(nonzero, ends[0]) else ends[0])
     if len(ends) < _LOOKS:
-        found = nonzero.tolist()
-        some = (
-            range(found.index(True), tokens - found[::-1].index(True)) if any(found) else range(0)
+        flags = nonzero.tolist()
+        tokens_read = (
+            range(flags.index(True), tokens - flags[::-1].index(True)) if any(flags) else range(0)
         )
-        ends.append(some.stop)
-        return some
-    first, last = ends
+        ends.append(tokens_read.stop)
+        return tokens_read
+    first, last = ends  # before mixing, and after
     if last > first:
         return range(tokens)
     holds(~nonzero[first:].any())
     return range(first)
 
 
-def looks_ahead(is_read: Tensor, until: int) -> bool:
+def looks_ahead(is_read: Tensor, stop: int) -> bool:
     """Return True if queries depend on tokens after them; read from a GPU once per call.
 
     Args:
         is_read: True for tokens that any query depends on (L,).
-        until: index of the token after the last query.
+        stop: index of the token after the last query.
     """
-    later = is_read[until:].any()
-    if until == len(is_read) or read_once(("later", len(is_read)), lambda: bool(later)):
+    later = is_read[stop:].any()
+    if stop == len(is_read) or read_once(("later", len(is_read)), lambda: bool(later)):
         return True
     holds(~later)
     return False
 
 
-def ask_anew(tokens: int, asked: range | None) -> None:
+def begin_query(tokens: int, query: range | None) -> None:
     """Make :func:`nonzero_range` read weights again, for a new query of the same call.
 
     Args:
         tokens: number of tokens, L.
-        asked: range from the query's first to its last token, or None if it is only on a GPU.
+        query: range from the query's first to its last token, or None if it is only on a GPU.
     """
-    known = _already_read.get({})
-    for about in [x for x in known if isinstance(x, tuple) and x[0] in ("reached", "queried")]:
-        del known[about]
-    if asked is not None and _noted.get() is not None:
-        known[("queried", tokens)] = asked, None
+    results = _already_read.get({})
+    for key in [x for x in results if isinstance(x, tuple) and x[0] in ("reached", "queried")]:
+        del results[key]
+    if query is not None and _noted.get() is not None:
+        results[("queried", tokens)] = query, None
 
 
 def at_most(number: Tensor, limit: float) -> bool:
@@ -198,7 +200,7 @@ class Ratio(NamedTuple):
 
 
 def may_hold_any(x: Tensor) -> bool:
-    """Return False only if a tensor is on the CPU and all its entries are zero."""
+    """Return False only if all entries are zero; True on a GPU, to avoid waiting for it."""
     return x.device.type != "cpu" or bool(x.any())
 
 
@@ -227,8 +229,8 @@ def finite_together(tensors: Iterable[Tensor]) -> bool:
     Args:
         tensors: tensors on one device; integer tensors are skipped.
     """
-    chosen = [x for x in tensors if x.numel() and x.is_floating_point()]
-    return all(at_most(size, torch.finfo(size.dtype).max) for size in largest(chosen))
+    floating = [x for x in tensors if x.numel() and x.is_floating_point()]
+    return all(at_most(size, torch.finfo(size.dtype).max) for size in largest(floating))
 
 
 def largest(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -238,41 +240,42 @@ def largest(tensors: Iterable[Tensor]) -> list[Tensor]:
         tensors: floating-point tensors on one device, none of them empty.
     """
     by_dtype: dict[torch.dtype, dict[int, Tensor]] = {}
-    for place, x in enumerate(tensors):
-        by_dtype.setdefault(x.dtype, {})[place] = x.detach()
-    found: dict[int, Tensor] = {}
+    for index, x in enumerate(tensors):
+        by_dtype.setdefault(x.dtype, {})[index] = x.detach()
+    norm_by_index: dict[int, Tensor] = {}
     with unseen():
-        for alike in by_dtype.values():
-            norms = torch._foreach_norm(list(alike.values()), math.inf)
-            found.update(zip(alike, norms, strict=True))
-    return [found[place] for place in sorted(found)]
+        for same_dtype in by_dtype.values():
+            norms = torch._foreach_norm(list(same_dtype.values()), math.inf)
+            norm_by_index.update(zip(same_dtype, norms, strict=True))
+    return [norm_by_index[index] for index in sorted(norm_by_index)]
 
 
 def _all_hold(noted: list[_Noted | Tensor]) -> bool:
     """Read all noted checks, waiting for each GPU once; return True if all hold."""
-    together: list[_Noted] = []
-    small: dict[torch.device, list[Tensor]] = {}
-    for each in noted:
-        if isinstance(each, Tensor):
-            small.setdefault(each.device, []).append(each)
+    checks: list[_Noted] = []
+    small_tensors: dict[torch.device, list[Tensor]] = {}  # to be checked for finite entries
+    for check in noted:
+        if isinstance(check, Tensor):
+            small_tensors.setdefault(check.device, []).append(check)
         else:
-            together.append(each)
-    for tensors in small.values():
+            checks.append(check)
+    for tensors in small_tensors.values():
         sizes = largest(x for x in tensors if x.numel() and x.is_floating_point())
-        together += [_Noted(size, torch.finfo(size.dtype).max) for size in sizes]
-    alike: dict[torch.device, dict[torch.dtype, dict[int, Tensor]]] = {}
-    for x in (x for each in together for x in each.read):
-        alike.setdefault(x.device, {}).setdefault(x.dtype, {})[id(x)] = x
-    known: dict[int, float] = {}
+        checks += [_Noted(size, torch.finfo(size.dtype).max) for size in sizes]
+    # a tensor that several checks share is read once
+    by_device: dict[torch.device, dict[torch.dtype, dict[int, Tensor]]] = {}
+    for x in (x for check in checks for x in check.tensors):
+        by_device.setdefault(x.device, {}).setdefault(x.dtype, {})[id(x)] = x
+    value_by_id: dict[int, float] = {}
     with unseen():
-        for by_dtype in alike.values():
-            parts = [torch.stack(list(same.values())) for same in by_dtype.values()]
-            numbers = torch.cat([part.float() for part in parts]).tolist()
-            keys = (key for same in by_dtype.values() for key in same)
-            known.update(zip(keys, numbers, strict=True))
+        for by_dtype in by_device.values():
+            parts = [torch.stack(list(same_dtype.values())) for same_dtype in by_dtype.values()]
+            values = torch.cat([part.float() for part in parts]).tolist()
+            keys = (key for same_dtype in by_dtype.values() for key in same_dtype)
+            value_by_id.update(zip(keys, values, strict=True))
 
-    def holds_now(each: _Noted) -> bool:
-        number, *size = (known[id(x)] for x in each.read)
-        return number <= (each.limit * size[0] if size else each.limit)
+    def holds_now(check: _Noted) -> bool:
+        value, *size = (value_by_id[id(x)] for x in check.tensors)
+        return value <= (check.limit * size[0] if size else check.limit)
 
-    return all(map(holds_now, together))
+    return all(map(holds_now, checks))

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from .arithmetic import exponential
 from .chunks import Chunk
-from .within_chunk import Decays, decayed
+from .within_chunk import Decays, decayed_from_logs
 
 
 def delta_chunk(
@@ -40,9 +40,9 @@ def delta_chunk(
     query: Tensor,
     key: Tensor,
     erase: Tensor,
-    taken: Tensor | None,
+    subtract: Tensor | None,
     log_decay: Tensor | None,
-    late: bool = False,
+    decayed: bool = False,
 ) -> Chunk:
     """Return the chunks of a delta rule, after solving their triangular systems.
 
@@ -50,32 +50,34 @@ def delta_chunk(
         tokens: slice of the tokens of all chunks.
         query: q (B, H, C, T, N).
         key: k times the step sizes (B, H, C, T, N).
-        erase: e (B, H, C, T, N), without the decay if ``late``.
-        taken: f (B, H, C, T, N); None if f is ``key``.
+        erase: e (B, H, C, T, N), without the decay if ``decayed``.
+        subtract: f (B, H, C, T, N); None if f is ``key``.
         log_decay: logarithms of the decays, per head (B, H, C, T, 1) or per key channel
             (B, H, C, T, N); None for no decay.
-        late: whether e is ``erase`` times the decay, so that ``erase`` reads the decayed state.
+        decayed: whether e is ``erase`` times the decay, so that ``erase`` reads the decayed state.
             Default: False.
     """
-    # both: for f, then for k if k is not f: the products with q and with e, and f (or k) times the
-    # decays until the chunk's end
-    columns = [key] if taken is None else [taken, key]
+    # by_column: for f, then for k if k is not f: its products with q and with e, each times the
+    # decays between, and f (or k) times the decays until the chunk's end
+    columns = [key] if subtract is None else [subtract, key]
     if log_decay is None:
-        both = [((query @ x.mT).tril_(), (erase @ x.mT).tril_(-1), x) for x in columns]
-        q_before, e_before, total = query, erase, key.new_ones(1, 1, 1, 1, 1)
+        by_column = [((query @ x.mT).tril_(), (erase @ x.mT).tril_(-1), x) for x in columns]
+        q_since, e_since, total = query, erase, key.new_ones(1, 1, 1, 1, 1)
     elif log_decay.shape[-1] > 1:
         # e reads the state before a token's decay, like a query of the token before
-        rows, both = [query, erase if late else F.pad(erase, (0, 0, -1, 1))], []
+        rows, by_column = [query, erase if decayed else F.pad(erase, (0, 0, -1, 1))], []
         for x in columns:
-            (read, gram), (q_before, e_before), after, total = decayed(log_decay, rows, x)
-            both.append((read, gram if late else _next_row(gram), after))
-        if not late:
-            e_before = torch.cat([erase[..., :1, :], e_before[..., :-1, :]], -2)
+            (q_gram, e_gram), (q_since, e_since), until, total = decayed_from_logs(
+                log_decay, rows, x
+            )
+            by_column.append((q_gram, e_gram if decayed else _next_row(e_gram), until))
+        if not decayed:
+            e_since = torch.cat([erase[..., :1, :], e_since[..., :-1, :]], -2)
         total = total.mT
     else:
         decay = Decays(exponential(log_decay.squeeze(-1)))
-        between = decay.between if late else _next_row(decay.between)
-        both = [
+        between = decay.between if decayed else _next_row(decay.between)
+        by_column = [
             (
                 (query @ x.mT).tril_().mul_(decay.between),
                 (erase @ x.mT).tril_(-1).mul_(between),
@@ -84,19 +86,19 @@ def delta_chunk(
             for x in columns
         ]
         since, total = decay.since, decay.total
-        before = since if late else torch.cat([torch.ones_like(total), since[..., :-1, :]], -2)
-        q_before, e_before = query * since, erase * before
-    read, gram, f_after = both[0]
+        before = since if decayed else torch.cat([torch.ones_like(total), since[..., :-1, :]], -2)
+        q_since, e_since = query * since, erase * before
+    q_gram, e_gram, f_until = by_column[0]
     # w[i] depends on earlier w: a triangular system with ones on the diagonal
-    solved = unit_lower_inverse(gram)
-    within, writes = read @ solved, solved.mT @ f_after
-    reads = q_before - within @ e_before
-    carry = (writes.mT @ e_before).neg_()
+    inverse = unit_lower_inverse(e_gram)
+    within, writes = q_gram @ inverse, inverse.mT @ f_until
+    reads = q_since - within @ e_since
+    carry = (writes.mT @ e_since).neg_()
     carry.diagonal(dim1=-2, dim2=-1).add_(total.squeeze(-1))
-    if taken is not None:
-        read, gram, k_after = both[1]
-        erased = gram.tril(-1).neg_()
-        within, writes = read + within @ erased, k_after + erased.mT @ writes
+    if subtract is not None:  # values enter by k, not by f
+        q_gram, e_gram, k_until = by_column[1]
+        minus_gram = e_gram.tril(-1).neg_()
+        within, writes = q_gram + within @ minus_gram, k_until + minus_gram.mT @ writes
     return Chunk(tokens, within, reads, writes, carry)
 
 
@@ -117,8 +119,8 @@ def unit_lower_inverse(x: Tensor) -> Tensor:
     half, odd = divmod(x.shape[-1], 2)
     if odd or half * 2 <= _ROWS:
         one = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device).expand_as(x)
-        found: Tensor = torch.linalg.solve_triangular(x, one, upper=False, unitriangular=True)
-        return found
+        inverse: Tensor = torch.linalg.solve_triangular(x, one, upper=False, unitriangular=True)
+        return inverse
     out = torch.zeros_like(x)
     first, second = slice(half), slice(half, None)
     above, below = unit_lower_inverse(torch.stack([x[..., s, s] for s in (first, second)])).unbind()

@@ -50,13 +50,13 @@ class Decays:
     """
 
     def __init__(self, decay: Tensor) -> None:
-        self.between = _between(decay)
+        self.between = _decays_between(decay)
         self.since = self.between[..., :1] * decay[..., :1, None]
         self.until = self.between[..., -1, :, None]
         self.total = self.since[..., -1:, :]
 
 
-def _between(decay: Tensor) -> Tensor:
+def _decays_between(decay: Tensor) -> Tensor:
     """Return the product of decay[t] over j < t <= i in row i and column j, (..., T, T).
 
     Each step multiplies two known products to get products of up to twice as many factors.
@@ -67,16 +67,16 @@ def _between(decay: Tensor) -> Tensor:
     products = decay.new_zeros(*decay.shape, tokens)
     products[..., last] = 1
     products[..., 1:, last - 1 : last] = decay[..., 1:, None]
-    known = 1
+    known = 1  # how many products each row has, besides the empty one
     while known < last:
-        more = min(known, last - known)
-        end = last - known
+        new = min(known, last - known)
+        first_known = last - known
         torch.mul(
-            products[..., known:, end : end + 1],
-            products[..., :-known, last - more : last],
-            out=products[..., known:, end - more : end],
+            products[..., known:, first_known : first_known + 1],
+            products[..., :-known, last - new : last],
+            out=products[..., known:, first_known - new : first_known],
         )
-        known += more
+        known += new
     # move each row to the left by its distance from the last row
     rows = *products.stride()[:-2], max(1, last), 1
     return products.as_strided(products.shape, rows, last)
@@ -101,7 +101,7 @@ class Decayed(NamedTuple):
     total: Tensor
 
 
-def decayed(log_decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decayed:
+def decayed_from_logs(log_decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decayed:
     """Return products of row factors, column factors and the decays between their tokens.
 
     Args:
@@ -132,34 +132,34 @@ def decayed_grams(decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Dec
         rows: row factors U, each (..., T, K).
         columns: column factors V (..., T, K).
     """
-    lead, (tokens, width), kinds = decay.shape[:-2], decay.shape[-2:], len(rows)
+    lead, (tokens, width), count = decay.shape[:-2], decay.shape[-2:], len(rows)
     padded = 1 << (tokens - 1).bit_length()
 
-    def single(x: Tensor, value: float = 0.0) -> Tensor:
+    def as_single_tokens(x: Tensor, value: float = 0.0) -> Tensor:
         """Return ``x`` (..., T, K) as runs of one token, padded with ``value``."""
         x = x if tokens == padded else F.pad(x, (0, 0, 0, padded - tokens), value=value)
         return x.reshape(-1, x.shape[-1] // width, width)
 
-    total, writes = single(decay, 1.0), single(columns)
-    reads = single(rows[0] if kinds == 1 else torch.stack(tuple(rows), -2).flatten(-2))
+    total, writes = as_single_tokens(decay, 1.0), as_single_tokens(columns)
+    reads = as_single_tokens(rows[0] if count == 1 else torch.stack(tuple(rows), -2).flatten(-2))
     within = torch.bmm(reads, writes.mT)
     reads *= total
     while len(total) > lead.numel():
-        within, reads, writes, total = _joined(within, reads, writes, total)
+        within, reads, writes, total = _join_pairs(within, reads, writes, total)
 
-    def of_runs(x: Tensor) -> Tensor:
+    def unpadded(x: Tensor) -> Tensor:
         return torch.unflatten(x[:, :tokens], 0, lead)
 
-    grams = within.view(-1, padded, kinds, padded)[..., :tokens]
+    grams = within.view(-1, padded, count, padded)[..., :tokens]
     return Decayed(
-        [of_runs(gram) for gram in grams.unbind(2)],
-        [of_runs(read) for read in reads.view(-1, padded, kinds, width).unbind(2)],
-        of_runs(writes),
+        [unpadded(gram) for gram in grams.unbind(2)],
+        [unpadded(read) for read in reads.view(-1, padded, count, width).unbind(2)],
+        unpadded(writes),
         total.view(*lead, 1, width),
     )
 
 
-def _joined(
+def _join_pairs(
     within: Tensor, reads: Tensor, writes: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Join neighboring runs in pairs.
@@ -174,9 +174,10 @@ def _joined(
     out = within.new_empty(len(within) // 2, 2 * rows, 2 * columns)
     out[:, :rows, columns:] = 0
     out[:, :rows, :columns], out[:, rows:, columns:] = within[::2], within[1::2]
+    # rows of the second runs, columns of the first, and the decays of both
     second, first, before, after = reads[1::2], writes[::2], total[::2], total[1::2]
     out[:, rows:, :columns] = torch.bmm(second, first.mT)
-    second *= before
+    second *= before  # views: this updates ``reads`` and ``writes``
     first *= after
     pairs = len(out)
     return out, reads.view(pairs, 2 * rows, -1), writes.view(pairs, 2 * columns, -1), before * after

@@ -24,7 +24,7 @@ from ..kernels.arithmetic import BINARY, Scratch, doubled, with_graphs
 from ..kernels.bands import Band, lags_of
 from ..kernels.portions import (
     at_a_time,
-    evenly,
+    even_size,
     some_heads,
     vectors_of_heads,
 )
@@ -264,7 +264,7 @@ def _groups(
     """Yield a slice of heads and slices of states; each pair of slices is a block of ``width``."""
     # number of columns of a factor, each a head and a state, that fit into memory and cache
     width = min(at_a_time(_TREE_MOST, device), width)
-    each = evenly(heads, width)
+    each = even_size(heads, width)
     some = min(states, max(1, width // each))
     for head in range(0, heads, each):
         groups = [slice(state, min(state + some, states)) for state in range(0, states, some)]

@@ -22,8 +22,8 @@ from ..kernels.attention_backward import gradients
 from ..kernels.bands import shift_tokens
 from ..kernels.chunks import Chunk, few_vectors, in_chunks
 from ..kernels.odd_even import FadingSteps
-from ..kernels.portions import at_a_time, evenly, parts
-from ..kernels.within_chunk import decayed
+from ..kernels.portions import at_a_time, even_size, parts
+from ..kernels.within_chunk import decayed_from_logs
 from .base import ChunkedHeads
 from .elementwise import ElementwiseRecurrence
 
@@ -85,10 +85,10 @@ class VectorDecayHeads(ChunkedHeads):
     def chunk(self, part: slice, length: int) -> Chunk:
         q, k, logs = (in_chunks(x[:, part], length) for x in (self.query, self.key, self.log_decay))
         if self.bonus is None:
-            (within,), (reads,), writes, total = decayed(logs, [q], k)
+            (within,), (reads,), writes, total = decayed_from_logs(logs, [q], k)
             return Chunk(part, within, reads, writes, total.mT)
         # a token reads the state before its step, like a query of the token before
-        (late,), (read_late,), writes, total = decayed(logs, [F.pad(q, (0, 0, -1, 1))], k)
+        (late,), (read_late,), writes, total = decayed_from_logs(logs, [F.pad(q, (0, 0, -1, 1))], k)
         own = torch.diag_embed((q * self.bonus[:, None, None] * k).sum(-1))
         reads = torch.cat([q[..., :1, :], read_late[..., :-1, :]], -2)
         return Chunk(part, F.pad(late, (0, 0, 1, -1)) + own, reads, writes, total.mT)
@@ -163,7 +163,7 @@ class VectorDecayHeads(ChunkedHeads):
         """Yield slices of tokens so that their states, of ``stack`` vectors, fit into the cache."""
         batch, tokens, heads, state = self.key.shape
         most = at_a_time(_STATE_ELEMENTS, self.device) // (stack * batch * heads * state)
-        return parts(tokens, evenly(tokens, max(1, most)), backwards)
+        return parts(tokens, even_size(tokens, max(1, most)), backwards)
 
     # --- its matrices ----------------------------------------------------------------------
 
