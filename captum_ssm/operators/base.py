@@ -129,9 +129,9 @@ class Operator:
 
     def __repr__(self) -> str:
         _, tokens, heads, per_head = self.shape
-        inside = [type(leaf).__name__ for leaf in self.leaves() if leaf is not self]
-        made_of = f"{', '.join(inside)}: " if inside else ""
-        return f"{type(self).__name__}({made_of}{tokens} tokens, {heads} heads of {per_head})"
+        leaf_names = [type(leaf).__name__ for leaf in self.leaves() if leaf is not self]
+        prefix = f"{', '.join(leaf_names)}: " if leaf_names else ""
+        return f"{type(self).__name__}({prefix}{tokens} tokens, {heads} heads of {per_head})"
 
     # --- defined by a subclass -------------------------------------------------------------
 
@@ -333,32 +333,34 @@ class Operator:
     @property
     def device(self) -> torch.device:
         """The device of the coefficients."""
-        return self._example().device
+        return self._any_coefficient().device
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the coefficients."""
-        return self._example().dtype
+        return self._any_coefficient().dtype
 
     def _mean_forward(self, x: Tensor) -> Tensor:
+        """Return (mean over channels of alpha) x; :meth:`mean_matvec` makes it differentiable."""
         return self.apply(self._in_all_channels(x)).mean((-1, -2))
 
     def _mean_adjoint(self, r: Tensor) -> Tensor:
+        """Return r (mean over channels of alpha)."""
         return self.transpose(self._in_all_channels(r)).mean((-1, -2))
 
     def _in_all_channels(self, x: Tensor) -> Tensor:
         """Expand ``x`` (B, L) to (B, L, H, P)."""
         return x[..., None, None].expand(self.shape)
 
-    def _example(self) -> Tensor:
-        """Return any one coefficient; :attr:`dtype` and :attr:`device` are read from it."""
+    def _any_coefficient(self) -> Tensor:
+        """Return the first coefficient; :attr:`dtype` and :attr:`device` are read from it."""
         for leaf in self.leaves():
             for coefficient in leaf.tensors().values():
                 return coefficient
-        return next(self.leaves())._without_coefficients()
+        return next(self.leaves())._coefficient_substitute()
 
-    def _without_coefficients(self) -> Tensor:
-        """Return a substitute for :meth:`_example`, for an operator without coefficients."""
+    def _coefficient_substitute(self) -> Tensor:
+        """Return a tensor to read dtype and device from, for an operator without coefficients."""
         return torch.zeros(())
 
     def _zeros(self, *size: int, factor: Tensor | None = None) -> Tensor:

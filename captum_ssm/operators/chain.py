@@ -50,7 +50,7 @@ class Chain(Composite):
     """
 
     def __init__(self, *parts: Operator) -> None:
-        self.parts = tuple(p for part in parts for p in _flat(part))
+        self.parts = tuple(p for part in parts for p in _parts_of(part))
         self.shape = self.parts[0].shape
 
     def apply(self, v: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class Chain(Composite):
         outer, *inner = self.parts
         while inner and isinstance(outer, Diagonal | Permute):
             # its rows are scaled rows of its inner factor: cheaper than to scale vectors
-            positions, weight = outer.rows_within(positions, weight)
+            positions, weight = outer.inner_rows(positions, weight)
             outer = inner.pop(0)
         u = outer.unit_rows(positions, weight)
         for part in inner:
@@ -112,24 +112,24 @@ class Chain(Composite):
         """
         outer, inner = self.parts[0], self.parts[-1]
         if isinstance(outer, Permute):
-            read = outer.read_by(rows)
-            if read is None:
+            read_rows = outer.input_rows(rows)
+            if read_rows is None:
                 return super().entries(left, band, rows, by_head)
-            left, rest = outer.transpose(left.expand(self.shape)), self._of(self.parts[1:])
-            return outer.rows_of_strip(rest.entries(left, band, read, by_head), rows)
+            left, rest = outer.transpose(left.expand(self.shape)), self._product_of(self.parts[1:])
+            return outer.rows_of_strip(rest.entries(left, band, read_rows, by_head), rows)
         if isinstance(inner, Permute):
-            rest = self._of(self.parts[:-1])
+            rest = self._product_of(self.parts[:-1])
 
-            def one(right: Tensor) -> Strip:
+            def strip_for(right: Tensor) -> Strip:
                 right = inner.apply(right.expand(self.shape))
                 return inner.columns_of_strip(rest.entries(left, {0: right}, rows, by_head))
 
-            return sum_of_lags(one, band, rows, self.shape.tokens)
+            return sum_of_lags(strip_for, band, rows, self.shape.tokens)
         if by_head:
             return self._strip_of_core(left, band, rows, by_head)
-        return sum_strips(self._by_blocks(left, band, rows), rows)
+        return sum_strips(self._strips_by_heads(left, band, rows), rows)
 
-    def _by_blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[Strip]:
+    def _strips_by_heads(self, left: Tensor, band: Band, rows: range) -> Iterator[Strip]:
         """Yield strips that sum to the result of :meth:`entries`, one per block of heads.
 
         So only one block's factors are in memory. A block has at least half as many heads as there
@@ -144,51 +144,53 @@ class Chain(Composite):
         left = left.expand(self.shape)
         band = {lag: factor.expand(self.shape) for lag, factor in band.items()}
         for start in range(0, heads, size):
-            part = range(start, min(start + size, heads))
-            of_part = Chain(*(operator.select(part) for operator in self.parts))
-            some = {lag: factor[:, :, part.start : part.stop] for lag, factor in band.items()}
-            yield of_part._strip_of_core(left[:, :, part.start : part.stop], some, rows, False)
+            block = range(start, min(start + size, heads))
+            block_chain = Chain(*(operator.select(block) for operator in self.parts))
+            heads_of_block = slice(block.start, block.stop)
+            block_band = {lag: factor[:, :, heads_of_block] for lag, factor in band.items()}
+            yield block_chain._strip_of_core(left[:, :, heads_of_block], block_band, rows, False)
 
     def _strip_of_core(self, left: Tensor, band: Band, rows: range, by_head: bool) -> Strip:
         """Compute :meth:`entries` of outer band . core . inner band, where the core is one part."""
-        outer, middle, inner = self._bands(band)
+        outer, middle, inner = self._split_off_bands(band)
         if len(middle) > 1:
             return super().entries(left, band, rows, by_head)
         tokens = self.shape.tokens
-        core = middle[0] if middle else self._of(())
+        core = middle[0] if middle else self._product_of(())
         strips = []
         for lag, weight in outer.items():
             # alpha[i] += weight[i] core[i - lag]
-            read = clipped(rows, -lag, tokens)
-            if read:
+            earlier = clipped(rows, -lag, tokens)
+            if earlier:
                 factors = shift_tokens((left * weight).expand(self.shape), -lag)
-                strips.append(core.entries(factors, inner, read, by_head).moved(lag, 0, tokens))
+                strips.append(core.entries(factors, inner, earlier, by_head).moved(lag, 0, tokens))
         if not strips:  # the rows only read tokens beyond the ends
             size = self.shape[:3:2] if by_head else self.shape[:1]
             return Strip(self._zeros(*size, len(rows), 0), rows, range(0))
         return sum_strips(strips, rows)
 
-    def _of(self, parts: Sequence[Operator]) -> Operator:
+    def _product_of(self, parts: Sequence[Operator]) -> Operator:
         """Return the product of some of the parts, or the identity if there are none."""
         return Chain(*parts) if parts else Diagonal(self._ones(1, 1, 1, 1), self.shape)
 
-    def _bands(self, inner: Band) -> tuple[Band, list[Operator], Band]:
-        """Split into a band of the outer parts, the middle parts, and a band with ``inner``."""
+    def _split_off_bands(self, inner: Band) -> tuple[Band, list[Operator], Band]:
+        """Split into a band of the outer parts, the middle parts, and inner parts . ``inner``."""
         middle = list(self.parts)
         while middle and (combined := middle[-1].after_band(inner)) is not None:
             inner = combined
             middle.pop()
-        banded: list[Operator] = []
+        outer_parts: list[Operator] = []
         outer: Band = {0: self._ones(1, 1, 1, 1)}
         while middle and middle[0].after_band(outer) is not None:
-            banded.append(middle.pop(0))
-        for part in reversed(banded):  # from the innermost outwards
+            outer_parts.append(middle.pop(0))
+        for part in reversed(outer_parts):  # from the innermost outwards
             combined = part.after_band(outer)
             outer = outer if combined is None else combined
         return outer, middle, {lag: factor.expand(self.shape) for lag, factor in inner.items()}
 
 
-def _flat(part: Operator) -> tuple[Operator, ...]:
+def _parts_of(part: Operator) -> tuple[Operator, ...]:
+    """Return a chain's parts, or the operator itself."""
     return part.parts if isinstance(part, Chain) else (part,)
 
 
@@ -210,14 +212,15 @@ def _mean_of_channels(parts: Sequence[Operator], x: Tensor, transposed: bool) ->
     """
     shape = parts[0].shape
     acting = list(parts if transposed else parts[::-1])
-    apart = [i for i, part in enumerate(acting) if not _maps_channels_alike(part)]
-    if len(apart) == 1 and isinstance(only := acting[apart[0]], Diagonal):
-        acting[apart.pop()] = only.mean_of_channels()
+    differing = [i for i, part in enumerate(acting) if not _maps_channels_alike(part)]
+    # the mean over channels of one diagonal between such parts is a diagonal
+    if len(differing) == 1 and isinstance(only := acting[differing[0]], Diagonal):
+        acting[differing.pop()] = only.mean_of_channels()
     x = x[..., None, None].expand(*shape[:3], 1)
     for i, part in enumerate(acting):
-        x = x.expand(shape) if apart and i == apart[0] else x
+        x = x.expand(shape) if differing and i == differing[0] else x
         x = part.transpose(x) if transposed else part.apply(x)
-        x = x.mean(-1, keepdim=True) if apart and i == apart[-1] else x
+        x = x.mean(-1, keepdim=True) if differing and i == differing[-1] else x
     return x.mean((-1, -2))
 
 

@@ -57,27 +57,27 @@ def _holders(operator: Operator) -> Iterator[Operator]:
 
 
 def follow_mask(
-    operator: Operator, mask: Tensor | None, found: dict[Operator, Tensor | None]
+    operator: Operator, mask: Tensor | None, input_masks: dict[Operator, Tensor | None]
 ) -> Tensor | None:
     """Return the mask of real tokens (B, L) at the operator's output; None if all are real.
 
     Args:
         operator: an operator, which may nest chains and sums.
         mask: mask of real tokens at the operator's input (B, L); None if all are real.
-        found: this dictionary receives the mask at the input of every operator inside.
+        input_masks: this dictionary receives the mask at the input of every operator inside.
     """
-    found[operator] = mask
+    input_masks[operator] = mask
     if isinstance(operator, Chain):
         for part in operator.parts[::-1]:
-            mask = follow_mask(part, mask, found)
+            mask = follow_mask(part, mask, input_masks)
         return mask
     if isinstance(operator, Sum | DirectSum):
         outgoing = mask
         for part in operator.parts:  # each returns the tokens in the same order
-            outgoing = follow_mask(part, mask, found)
+            outgoing = follow_mask(part, mask, input_masks)
         return outgoing
     if isinstance(operator, Windowed):
-        follow_mask(operator.within, operator.windows.mask(mask, operator.shape.batch), found)
+        follow_mask(operator.within, operator.windows.mask(mask, operator.shape.batch), input_masks)
         return mask
     if isinstance(operator, Permute) and mask is not None:
         return mask.index_select(1, operator.order)
@@ -100,49 +100,51 @@ def vjp(operator: Operator, values: Tensor, moved: Moved, offset: Tensor) -> tup
     """
     if operator.live:
         out, back = operator.vjp(values, moved.get(operator, {}))
-        return _with_constant(operator, out, offset), partial(_pulled, operator, back)
+        return _with_constant(operator, out, offset), partial(_pull_back, operator, back)
     if isinstance(operator, Chain):
         backs = []
         for part in operator.parts[::-1]:
-            values, one = vjp(part, values, moved, offset)
-            backs.append(one)
-        return values, lambda gradient, found: reduce(
-            lambda g, f: f(g, found), backs[::-1], gradient
+            values, back_of_part = vjp(part, values, moved, offset)
+            backs.append(back_of_part)
+        # the part that acted last is pulled back first
+        return values, lambda gradient, totals: reduce(
+            lambda g, back: back(g, totals), backs[::-1], gradient
         )
     if isinstance(operator, Sum):
-        outs, each = zip(*(vjp(p, values, moved, offset) for p in operator.parts), strict=True)
-        return sum_tensors(outs), lambda gradient, found: sum_tensors(
-            f(gradient, found) for f in each
+        outs, pulls = zip(*(vjp(p, values, moved, offset) for p in operator.parts), strict=True)
+        return sum_tensors(outs), lambda gradient, totals: sum_tensors(
+            pull(gradient, totals) for pull in pulls
         )
     if isinstance(operator, DirectSum):
         heads = [part.shape.heads for part in operator.parts]
-        shares = zip(operator.parts, torch.split(values, heads, -2), strict=True)
-        outs, each = zip(*(vjp(p, v, moved, offset) for p, v in shares), strict=True)
+        pairs = zip(operator.parts, torch.split(values, heads, -2), strict=True)
+        outs, pulls = zip(*(vjp(p, v, moved, offset) for p, v in pairs), strict=True)
 
-        def side_by_side(gradient: Tensor, found: Gradients) -> Tensor:
-            cut = torch.split(gradient, heads, -2)
-            return torch.cat([f(g, found) for f, g in zip(each, cut, strict=True)], -2)
+        def pull_heads(gradient: Tensor, totals: Gradients) -> Tensor:
+            split = torch.split(gradient, heads, -2)
+            return torch.cat([pull(g, totals) for pull, g in zip(pulls, split, strict=True)], -2)
 
-        return torch.cat(outs, -2), side_by_side
+        return torch.cat(outs, -2), pull_heads
     if isinstance(operator, Windowed):
-        windows, cut = operator.windows, operator.entering(values, offset)
-        out, back_within = vjp(operator.within, cut, moved, offset)
-        return windows.merge(out), lambda gradient, found: windows.merge(
-            back_within(windows.cut(gradient), found)
+        windows, inputs = operator.windows, operator.inner_input(values, offset)
+        out, pull_within = vjp(operator.within, inputs, moved, offset)
+        return windows.merge(out), lambda gradient, totals: windows.merge(
+            pull_within(windows.cut(gradient), totals)
         )
     out = _with_constant(operator, operator.apply(values), offset)
     return out, lambda gradient, _: operator.transpose(gradient)
 
 
-def _pulled(operator: Operator, back: Pull, gradient: Tensor, found: Gradients) -> Tensor:
-    """Return the values' gradient from ``back``; add coefficients' gradients to ``found``."""
+def _pull_back(operator: Operator, back: Pull, gradient: Tensor, totals: Gradients) -> Tensor:
+    """Return the values' gradient from ``back``; add coefficients' gradients to ``totals``."""
     of_values, of_coefficients = back(gradient)
-    total = found.setdefault(operator, {})
+    total = totals.setdefault(operator, {})
     for name, x in of_coefficients.items():
         total[name] = total[name] + x if name in total else x
     return of_values
 
 
 def _with_constant(operator: Operator, out: Tensor, factor: Tensor) -> Tensor:
+    """Return ``out`` plus ``factor`` times the constant of the operator's biases."""
     constant = operator.offset()
     return out if constant is None else out + factor * constant

@@ -76,7 +76,7 @@ class Sum(Composite):
         index = by_query(positions, out.device)
         query, example = (torch.arange(size, device=out.device) for size in out.shape[:2])
         for scaling in scalings:  # row i of a diagonal has one entry, at token i
-            _, factors = scaling.rows_within(positions, weight)
+            _, factors = scaling.inner_rows(positions, weight)
             out[query[:, None], example, index] += factors.squeeze(2)
         return out
 
@@ -150,26 +150,26 @@ class DirectSum(Composite):
         self.shape = parts[0].shape._replace(heads=sum(self._heads))
 
     def apply(self, v: Tensor) -> Tensor:
-        shares = zip(self.parts, self._shares(v), strict=True)
-        return torch.cat([part.apply(share) for part, share in shares], -2)
+        pairs = zip(self.parts, self._split_heads(v), strict=True)
+        return torch.cat([part.apply(x) for part, x in pairs], -2)
 
     def transpose(self, u: Tensor) -> Tensor:
-        shares = zip(self.parts, self._shares(u), strict=True)
-        return torch.cat([part.transpose(share) for part, share in shares], -2)
+        pairs = zip(self.parts, self._split_heads(u), strict=True)
+        return torch.cat([part.transpose(x) for part, x in pairs], -2)
 
     def offset(self) -> Tensor | None:
         offsets = [part.offset() for part in self.parts]
         if all(offset is None for offset in offsets):
             return None
-        shares = zip(self.parts, offsets, strict=True)
-        return torch.cat([self._zeros(*p.shape) if t is None else t for p, t in shares], -2)
+        pairs = zip(self.parts, offsets, strict=True)
+        return torch.cat([self._zeros(*p.shape) if t is None else t for p, t in pairs], -2)
 
     def restrict(self, components: Collection[str]) -> Operator | None:
-        kept = [part.restrict(components) for part in self.parts]
-        if all(part is None for part in kept):
+        restricted = [part.restrict(components) for part in self.parts]
+        if all(part is None for part in restricted):
             return None
-        shares = zip(kept, self.parts, strict=True)
-        return DirectSum(*(_identity(part) if rest is None else rest for rest, part in shares))
+        pairs = zip(restricted, self.parts, strict=True)
+        return DirectSum(*(_identity_like(part) if rest is None else rest for rest, part in pairs))
 
     def select(self, heads: Sequence[int]) -> Operator:
         heads_of_parts = [(i, head) for i, count in enumerate(self._heads) for head in range(count)]
@@ -181,23 +181,24 @@ class DirectSum(Composite):
         return DirectSum(*(part.per_channel() for part in self.parts))
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
-        tokens, row = self.shape.tokens, self._shares(left.expand(self.shape))
+        tokens, lefts = self.shape.tokens, self._split_heads(left.expand(self.shape))
 
-        def one(right: Tensor) -> Strip:
-            shares = zip(self.parts, row, self._shares(right.expand(self.shape)), strict=True)
-            strips = (part.entries(x, {0: y}, rows, by_head) for part, x, y in shares)
+        def strip_for(right: Tensor) -> Strip:
+            rights = self._split_heads(right.expand(self.shape))
+            triples = zip(self.parts, lefts, rights, strict=True)
+            strips = (part.entries(x, {0: y}, rows, by_head) for part, x, y in triples)
             if not by_head:
                 return sum_strips(strips, rows)
             return Strip(torch.cat([x.full(tokens) for x in strips], 1), rows, range(tokens))
 
-        return sum_of_lags(one, band, rows, tokens)
+        return sum_of_lags(strip_for, band, rows, tokens)
 
-    def _shares(self, v: Tensor) -> Sequence[Tensor]:
+    def _split_heads(self, v: Tensor) -> Sequence[Tensor]:
         """Split ``v`` (..., H, P) along its heads, one tensor for each part."""
         return torch.split(v, self._heads, -2)
 
 
-def _identity(part: Operator) -> Operator:
+def _identity_like(part: Operator) -> Operator:
     """Return the identity operator with the shape, dtype and device of a part."""
     one = torch.ones(1, 1, 1, 1, dtype=part.dtype, device=part.device)
     return Diagonal(one, part.shape)

@@ -87,41 +87,42 @@ class ShortConv(Operator):
 
     def _forward(self, v: Tensor) -> Tensor:
         """Return the sum over lags of weight[lag] v[t - lag], for all tokens t."""
-        out, others = self._without_delay(v)
-        read, written = self._laid_out(v), self._laid_out(out)
-        for lag, weight in others.items():
-            earlier, later = self._overlap(lag)
+        out, delayed = self._split_off_lag_zero(v)
+        read, written = self._as_map(v), self._as_map(out)
+        for lag, weight in delayed.items():
+            earlier, later = self._tap_indices(lag)
             written[later].addcmul_(weight, read[earlier])
         return out
 
     def _adjoint(self, u: Tensor) -> Tensor:
-        out, others = self._without_delay(u)
-        read, written = self._laid_out(u), self._laid_out(out)
-        for lag, weight in others.items():
-            earlier, later = self._overlap(lag)
+        """Return the sum over lags of weight[lag] u[t + lag], for all tokens t."""
+        out, delayed = self._split_off_lag_zero(u)
+        read, written = self._as_map(u), self._as_map(out)
+        for lag, weight in delayed.items():
+            earlier, later = self._tap_indices(lag)
             written[earlier].addcmul_(weight, read[later])
         return out
 
-    def _without_delay(self, x: Tensor) -> tuple[Tensor, dict[Lag, Tensor]]:
+    def _split_off_lag_zero(self, x: Tensor) -> tuple[Tensor, dict[Lag, Tensor]]:
         """Return ``x`` times the weights at lag 0 (or zeros), and the weights at all other lags."""
-        others = dict(self._weights())
-        weight = others.pop((0, 0) if self.width is not None else 0, None)
+        delayed = dict(self._weights())
+        weight = delayed.pop((0, 0) if self.width is not None else 0, None)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        return (out.zero_() if weight is None else torch.mul(x, weight, out=out)), others
+        return (out.zero_() if weight is None else torch.mul(x, weight, out=out)), delayed
 
-    def _laid_out(self, x: Tensor) -> Tensor:
+    def _as_map(self, x: Tensor) -> Tensor:
         """View ``x`` (..., L, H, P) as (..., L / width, width, H, P) if the tokens form a map."""
         return x if self.width is None else torch.unflatten(x, -3, (-1, self.width))
 
-    def _overlap(self, lag: Lag) -> tuple[Places, Places]:
-        """Return indices of a tap's input and output tokens, for tensors from :meth:`_laid_out`."""
+    def _tap_indices(self, lag: Lag) -> tuple[Places, Places]:
+        """Return indices of a tap's input and output tokens, for tensors from :meth:`_as_map`."""
         tokens = self.shape.tokens
         if isinstance(lag, tuple):
             assert self.width is not None
-            both = [overlap(tokens // self.width, lag[0]), overlap(self.width, lag[1])]
+            slices_by_axis = [overlap(tokens // self.width, lag[0]), overlap(self.width, lag[1])]
         else:
-            both = [overlap(tokens, lag)]
-        earlier, later = zip(*both, strict=True)
+            slices_by_axis = [overlap(tokens, lag)]
+        earlier, later = zip(*slices_by_axis, strict=True)
         channels = slice(None), slice(None)
         return (..., *earlier, *channels), (..., *later, *channels)
 
@@ -143,6 +144,7 @@ class ShortConv(Operator):
         return convolve_band(self.by_lag(), band, self.shape.tokens)
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
+        # a chain moves the taps into the band
         return Chain(self).entries(left, band, rows, by_head)
 
     def by_lag(self) -> dict[int, Tensor]:
@@ -150,18 +152,18 @@ class ShortConv(Operator):
 
         If the tokens form a map, weights are per token, (L, H, P), and zero beyond a row's ends.
         """
-        found: dict[int, Tensor] = {}
+        weights: dict[int, Tensor] = {}
         for lag, weight in self._weights().items():
             if isinstance(lag, tuple):
                 assert self.width is not None
-                back = lag[0] * self.width + lag[1]
+                token_lag = lag[0] * self.width + lag[1]
                 column = torch.arange(self.shape.tokens, device=weight.device) % self.width
                 inside = (column >= lag[1]) & (column < self.width + lag[1])
                 weight = weight * inside[:, None, None]
             else:
-                back = lag
-            found[back] = found[back] + weight if back in found else weight
-        return found
+                token_lag = lag
+            weights[token_lag] = weights[token_lag] + weight if token_lag in weights else weight
+        return weights
 
     def _weights(self) -> dict[Lag, Tensor]:
         """Return the weights (H, P) by lag; taps with equal lags are added."""

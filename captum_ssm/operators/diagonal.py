@@ -84,10 +84,10 @@ class Diagonal(Operator):
 
     def select(self, heads: Sequence[int]) -> Operator:
         weight = self.weight if self.weight.shape[2] == 1 else some_heads(self.weight, heads)
-        chosen = self._with(weight, heads=len(heads))
-        if isinstance(chosen.at_rest, Tensor):
-            chosen.at_rest = some_heads(chosen.at_rest, heads)
-        return chosen
+        selected = self._with(weight, heads=len(heads))
+        if isinstance(selected.at_rest, Tensor):
+            selected.at_rest = some_heads(selected.at_rest, heads)
+        return selected
 
     def reordered(self, order: Tensor) -> Diagonal:
         """Return the diagonal whose token t has this diagonal's factor of token ``order[t]``."""
@@ -95,7 +95,7 @@ class Diagonal(Operator):
             return self
         return self._with(self.weight.index_select(1, order))
 
-    def rows_within(self, positions: Positions, weight: Tensor | None) -> tuple[Positions, Tensor]:
+    def inner_rows(self, positions: Positions, weight: Tensor | None) -> tuple[Positions, Tensor]:
         """Express rows of the product self . inner as weighted rows of the inner operator.
 
         Args:
@@ -116,6 +116,7 @@ class Diagonal(Operator):
         return mean
 
     def _with(self, weight: Tensor, **sizes: int) -> Diagonal:
+        """Return the same operator with new factors; ``sizes`` are the sizes that change."""
         shape = self.shape._replace(**sizes)
         return Diagonal(weight, shape, self.component, self.data_dependent, self.at_rest)
 
@@ -125,8 +126,8 @@ class Diagonal(Operator):
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
         batch, _, heads, _ = self.shape
         size = (batch, heads) if by_head else (batch,)
-        none = Strip(self._zeros(*size, len(rows), 0, factor=left), rows, range(0))
-        return self.added_to(none, left, band)
+        empty = Strip(self._zeros(*size, len(rows), 0, factor=left), rows, range(0))
+        return self.added_to(empty, left, band)
 
     def added_to(self, strip: Strip, left: Tensor, band: Band) -> Strip:
         """Add rows of diag(left) . self . band to a strip of these rows; may overwrite it."""
@@ -135,12 +136,12 @@ class Diagonal(Operator):
         strip = strip.covering(rows, range(first.start, last.stop))
         weight = (left * self.weight).expand(self.shape)
         for lag, factor in band.items():
-            # the factor of token i is at row i and column i - lag
-            held = clipped(clipped(rows, -lag, tokens), lag, tokens)
-            here = slice(held.start, held.stop)
-            products = weight[:, here] * factor.expand(self.shape)[:, here]  # (B, R, H, P)
+            # the factor of token i is at row i and column i - lag, if there is such a column
+            inside = clipped(clipped(rows, -lag, tokens), lag, tokens)
+            part = slice(inside.start, inside.stop)
+            products = weight[:, part] * factor.expand(self.shape)[:, part]  # (B, R, H, P)
             sums = products.sum(-1).mT if strip.entries.dim() == 4 else products.sum((-1, -2))
-            top, side = held.start - rows.start, held.start - lag - strip.columns.start
-            into = strip.entries[..., top : top + len(held), side : side + len(held)]
+            top, side = inside.start - rows.start, inside.start - lag - strip.columns.start
+            into = strip.entries[..., top : top + len(inside), side : side + len(inside)]
             into.diagonal(0, -2, -1).add_(sums)
         return strip

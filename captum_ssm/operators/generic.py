@@ -43,25 +43,26 @@ def transpose(operator: Operator, u: Tensor) -> Tensor:
                     ".data there, or define the operator's transpose method."
                 )
             return torch.zeros_like(u)
-        (result,) = torch.autograd.grad(out, v, u.clone())
-    return result
+        (gradient,) = torch.autograd.grad(out, v, u.clone())
+    return gradient
 
 
 def vjp(
     operator: Operator, values: Tensor, coefficients: Mapping[str, Tensor]
 ) -> tuple[Tensor, Pull]:
     """Compute :meth:`.Operator.vjp` for each vector of the stack separately."""
-    each = [operator] * len(values)
+    operators = [operator] * len(values)
     if coefficients:
         stack = range(len(values))
-        each = [operator.at({name: x[i] for name, x in coefficients.items()}) for i in stack]
+        operators = [operator.at({name: x[i] for name, x in coefficients.items()}) for i in stack]
 
     def pull(gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        calls = zip(each, values, gradient, strict=True)
-        of_values, found = zip(*(one.backward(v, g) for one, v, g in calls), strict=True)
-        return torch.stack(of_values), {n: sum_tensors(f[n] for f in found) for n in found[0]}
+        calls = zip(operators, values, gradient, strict=True)
+        of_values, by_vector = zip(*(op.backward(v, g) for op, v, g in calls), strict=True)
+        sums = {name: sum_tensors(x[name] for x in by_vector) for name in by_vector[0]}
+        return torch.stack(of_values), sums
 
-    return torch.stack([one.apply(v) for one, v in zip(each, values, strict=True)]), pull
+    return torch.stack([op.apply(v) for op, v in zip(operators, values, strict=True)]), pull
 
 
 # --- rows: the adjoint of unit vectors ---------------------------------------------------------
@@ -69,7 +70,7 @@ def vjp(
 
 def unit_rows(operator: Operator, positions: Positions, weight: Tensor | None = None) -> Tensor:
     """Return rows (Q, B, L, H, P) of every channel's matrix at Q positions, (Q,) or (Q, B)."""
-    unit = unit_vectors(positions, operator.shape.tokens, operator._example())
+    unit = unit_vectors(positions, operator.shape.tokens, operator._any_coefficient())
     unit = unit.expand(len(positions), *operator.shape)
     return operator.transpose(unit if weight is None else unit * weight)
 
@@ -79,12 +80,12 @@ def rows(operator: Operator, positions: Positions, reduce: Reduce = "mean") -> T
     batch, tokens, *_ = operator.shape
     index = per_example(positions, batch, tokens, operator.device)  # (B, Q)
     queries, out = index.shape[1], None
-    for some in _in_stacks(operator, range(queries)):
-        stack = operator.unit_rows(index[:, some.start : some.stop].T)
-        found = reduce_channels(stack, reduce)  # (Q, B, [C or H,] L)
+    for indices in _in_stacks(operator, range(queries)):
+        stack = operator.unit_rows(index[:, indices.start : indices.stop].T)
+        reduced = reduce_channels(stack, reduce)  # (Q, B, [C or H,] L)
         if out is None:
-            out = found.new_empty(queries, *found.shape[1:])
-        out[some.start : some.stop] = found
+            out = reduced.new_empty(queries, *reduced.shape[1:])
+        out[indices.start : indices.stop] = reduced
     assert out is not None
     return out.movedim(0, -2)
 
@@ -96,12 +97,12 @@ def entries(
     batch, tokens, heads, _ = operator.shape
     size = (batch, heads) if by_head else (batch,)
     out = Strip(operator._zeros(*size, len(rows), tokens, factor=left), rows, range(tokens))
-    for some in _in_stacks(operator, rows):
-        found = operator.unit_rows(some, at_positions(left, some))  # (Q, B, L, H, P)
+    for positions in _in_stacks(operator, rows):
+        stack = operator.unit_rows(positions, at_positions(left, positions))  # (Q, B, L, H, P)
         for lag, factor in band.items():
-            sums = (found * factor).sum(-1).permute(1, 3, 0, 2)  # (B, H, Q, L)
-            shares = Strip(sums if by_head else sums.sum(1), some, range(tokens))
-            out.add(shares.moved(0, -lag, tokens))
+            sums = (stack * factor).sum(-1).permute(1, 3, 0, 2)  # (B, H, Q, L)
+            term = Strip(sums if by_head else sums.sum(1), positions, range(tokens))
+            out.add(term.moved(0, -lag, tokens))
     return out
 
 
@@ -115,8 +116,8 @@ def dense(
     if heads is not None:
         count = operator.shape.heads
         if not len(heads) or not all(-count <= head < count for head in heads):
-            found = f"got {list(heads)}. Pass one or more such heads, or None for all heads."
-            raise OptionError(f"heads must lie in [{-count}, {count}), {found}")
+            remedy = f"got {list(heads)}. Pass one or more such heads, or None for all heads."
+            raise OptionError(f"heads must lie in [{-count}, {count}), {remedy}")
         return operator.select([head % count for head in heads]).dense(reduce)
     _, tokens, count, per_head = operator.shape
     one = operator._ones(1, 1, 1, 1)

@@ -28,16 +28,16 @@ class HeadOperator(Operator):
         raise NotImplementedError
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
-        one = self._by_head if by_head else self._summed_over_heads
+        strip = self._strip_by_head if by_head else self._strip_over_heads
         with torch.no_grad(), full_precision(self.device), underflow_flushed():
-            return sum_of_lags(lambda right: one(left, right, rows), band, rows, self.shape.tokens)
+            return sum_of_lags(lambda x: strip(left, x, rows), band, rows, self.shape.tokens)
 
-    def _summed_over_heads(self, left: Tensor, right: Tensor, rows: range) -> Strip:
+    def _strip_over_heads(self, left: Tensor, right: Tensor, rows: range) -> Strip:
         """Return rows of the sum of left alpha right over all channels, for factors (B, L, H, P).
 
         If one of the factors is common to all channels of a head, a sum over heads suffices.
         """
-        common = common_to_channels(left, right, self.shape)
+        common = per_head_factors(left, right, self.shape)
         if common is None:
             factors = left.expand(self.shape), right.expand(self.shape)
             entries = self._sum_of_channels(*factors, rows)
@@ -45,11 +45,12 @@ class HeadOperator(Operator):
             entries = self._sum_of_heads(*common, rows)
         return Strip(entries, rows, range(entries.shape[-1]))
 
-    def _by_head(self, left: Tensor, right: Tensor, rows: range) -> Strip:
-        some = slice(rows.start, rows.stop)
+    def _strip_by_head(self, left: Tensor, right: Tensor, rows: range) -> Strip:
+        """Return rows of each head's sum of left alpha right over the head's channels."""
+        part = slice(rows.start, rows.stop)
         row, column = (x.expand(self.shape).transpose(1, 2) for x in (left, right))
-        products = row[:, :, some] @ column.mT  # (B, H, R, L)
-        return Strip(products.mul_(self.head_matrices()[:, :, some]), rows, range(column.shape[2]))
+        products = row[:, :, part] @ column.mT  # (B, H, R, L)
+        return Strip(products.mul_(self.head_matrices()[:, :, part]), rows, range(column.shape[2]))
 
     def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
         rows = self._head_rows(positions)
@@ -80,7 +81,7 @@ class HeadOperator(Operator):
 
     def _head_rows(self, positions: Positions) -> Tensor:
         """Return rows (Q, B, L, H, 1) of each head's matrix at Q positions, (Q,) or (Q, B)."""
-        unit = unit_vectors(positions, self.shape.tokens, self._example())
+        unit = unit_vectors(positions, self.shape.tokens, self._any_coefficient())
         return self.transpose(unit.expand(-1, *self.shape[:3], 1))
 
     def _one_channel(self, x: Tensor) -> Tensor:
@@ -153,9 +154,10 @@ class DenseHeads(HeadOperator):
         columns = right.permute(2, 0, 3, 1)  # (H, B, P, L)
         height = max(1, at_a_time(_STRIP_ELEMENTS, self.device) // (batch * tokens))
         # head by head and a few rows at a time, which stay in the cache
-        for into, at in zip(torch.split(out, height, 1), slices(rows, height), strict=True):
-            factors = left[:, at].permute(2, 0, 1, 3), columns, self.matrices[..., at, :].unbind(1)
-            for row, column, matrix in zip(*factors, strict=True):
+        for into, part in zip(torch.split(out, height, 1), slices(rows, height), strict=True):
+            row_factors = left[:, part].permute(2, 0, 1, 3)
+            matrices = self.matrices[..., part, :].unbind(1)
+            for row, column, matrix in zip(row_factors, columns, matrices, strict=True):
                 into.addcmul_(row @ column, matrix)
         return out
 
@@ -207,17 +209,17 @@ class SoftmaxHeads(DenseHeads):
 
     def at(self, coefficients: Mapping[str, Tensor]) -> SoftmaxHeads:
         named = {**self.tensors(), **coefficients}
-        how = self._probabilities, self._scaling, self.shape.per_head
-        return SoftmaxHeads(named["query"], named["key"], *how)
+        options = self._probabilities, self._scaling, self.shape.per_head
+        return SoftmaxHeads(named["query"], named["key"], *options)
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         with full_precision(values.device):
             of_scores = _score_gradient(self.matrices, values, gradient)
             of_scores *= self._scaling
             query, key = (x.transpose(1, 2) for x in (self.query, self.key))
-            found = {"query": of_scores @ key, "key": of_scores.mT @ query}
+            gradients = {"query": of_scores @ key, "key": of_scores.mT @ query}
         of_values = self.transpose(gradient)
-        return of_values, {name: x.transpose(1, 2) for name, x in found.items()}
+        return of_values, {name: x.transpose(1, 2) for name, x in gradients.items()}
 
 
 class ScoredHeads(DenseHeads):
@@ -262,12 +264,12 @@ class ScoredHeads(DenseHeads):
         """Return the softmax of the scores, (B, H, L, L)."""
         scores = self.reads.head_matrices()
         if self.forget is not None:
-            gone = doubled(self.forget).cumsum(1).transpose(1, 2)  # (B, H, L)
-            scores += (gone[..., None] - gone[:, :, None]).to(scores)
-        seen = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
+            sums = doubled(self.forget).cumsum(1).transpose(1, 2)  # (B, H, L)
+            scores += (sums[..., None] - sums[:, :, None]).to(scores)
+        is_read = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
         if self.mask is not None:
-            seen = seen & self.mask[:, None, None] & self.mask[:, None, :, None]
-        scores.masked_fill_(~seen, -torch.inf)
+            is_read = is_read & self.mask[:, None, None] & self.mask[:, None, :, None]
+        scores.masked_fill_(~is_read, -torch.inf)
         return scores.softmax(-1).nan_to_num_(0)  # NaN: a row of nothing but -inf
 
     def tensors(self) -> dict[str, Tensor]:
@@ -275,9 +277,9 @@ class ScoredHeads(DenseHeads):
         return named if self.forget is None else {**named, "forget": self.forget}
 
     def at(self, coefficients: Mapping[str, Tensor]) -> ScoredHeads:
-        own = dict(coefficients)
-        forget = own.pop("forget", self.forget)
-        reads = self.reads.at(own) if own else self.reads
+        of_reads = dict(coefficients)
+        forget = of_reads.pop("forget", self.forget)
+        reads = self.reads.at(of_reads) if of_reads else self.reads
         assert isinstance(reads, HeadOperator)
         return ScoredHeads(reads, forget, self.shape.per_head, self.mask)
 
@@ -287,12 +289,12 @@ class ScoredHeads(DenseHeads):
         # the scores are the operator's outputs for the identity, a channel for each token
         eye = torch.eye(self.shape.tokens, dtype=of_scores.dtype, device=of_scores.device)
         identity = eye[:, None].expand(*self.shape[:3], -1)
-        _, found = self.reads.backward(identity, of_scores.transpose(1, 2).contiguous())
+        _, gradients = self.reads.backward(identity, of_scores.transpose(1, 2).contiguous())
         if self.forget is not None:
-            # score (i, j) contains gone[i] - gone[j]; gone is the cumulative sum of forget
-            of_gone = (of_scores.sum(-1) - of_scores.sum(-2)).transpose(1, 2)  # (B, L, H)
-            found = {**found, "forget": of_gone.flip(1).cumsum(1).flip(1)}
-        return self.transpose(gradient), found
+            # score (i, j) contains sums[i] - sums[j]; sums are the cumulative sums of forget
+            of_sums = (of_scores.sum(-1) - of_scores.sum(-2)).transpose(1, 2)  # (B, L, H)
+            gradients = {**gradients, "forget": of_sums.flip(1).cumsum(1).flip(1)}
+        return self.transpose(gradient), gradients
 
 
 def _score_gradient(matrices: Tensor, values: Tensor, gradient: Tensor) -> Tensor:
@@ -305,9 +307,9 @@ def _score_gradient(matrices: Tensor, values: Tensor, gradient: Tensor) -> Tenso
         values: the values that attention maps (B, L, H, P).
         gradient: gradient of attention's output (B, L, H, P).
     """
-    weighed = gradient.transpose(1, 2) @ values.permute(0, 2, 3, 1)  # gradient of probabilities
-    weighed *= matrices
-    return weighed - matrices * weighed.sum(-1, keepdim=True)
+    products = gradient.transpose(1, 2) @ values.permute(0, 2, 3, 1)  # gradient of probabilities
+    products *= matrices
+    return products - matrices * products.sum(-1, keepdim=True)
 
 
 class HeadCentering(Operator):
@@ -345,15 +347,15 @@ class HeadCentering(Operator):
         self.shape = shape
         self.component = component
         self.across = across
-        self._of = (-1, -2) if across else (-1,)
-        chosen = like.new_ones(shape.heads) if centered is None else centered
-        self._centered = chosen.detach().to(like)[:, None]  # (H, 1)
+        self._mean_dims = (-1, -2) if across else (-1,)
+        is_centered = like.new_ones(shape.heads) if centered is None else centered
+        self._centered = is_centered.detach().to(like)[:, None]  # (H, 1)
 
     def apply(self, v: Tensor) -> Tensor:
-        return v - self._centered * v.mean(self._of, keepdim=True)
+        return v - self._centered * v.mean(self._mean_dims, keepdim=True)
 
     def transpose(self, u: Tensor) -> Tensor:
-        return u - (self._centered * u).mean(self._of, keepdim=True)
+        return u - (self._centered * u).mean(self._mean_dims, keepdim=True)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"centered": self._centered}
@@ -370,11 +372,11 @@ class HeadCentering(Operator):
 
     def per_channel(self) -> Operator:
         channels = self.shape.per_head * (self.shape.heads if self.across else 1)
-        share = 1 - self._centered / channels
-        return Diagonal(share[None, None], self.shape, self.component)
+        own_weight = 1 - self._centered / channels
+        return Diagonal(own_weight[None, None], self.shape, self.component)
 
 
-def common_to_channels(left: Tensor, right: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
+def per_head_factors(left: Tensor, right: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
     """Return factors (B, L, H) that replace ``left`` and ``right`` in sums over a head's channels.
 
     Returns None if ``left`` and ``right`` both differ between the channels of a head.
@@ -382,6 +384,7 @@ def common_to_channels(left: Tensor, right: Tensor, shape: Shape) -> tuple[Tenso
     left, right = _unexpanded(left), _unexpanded(right)
     if left.shape[-1] > 1 and right.shape[-1] > 1:
         return None
+    # at least one is a constant in the sum, so the sum of the products is a product of sums
     count = shape.per_head if left.shape[-1] == right.shape[-1] else 1
     return (count * left.sum(-1)).expand(shape[:3]), right.sum(-1).expand(shape[:3])
 

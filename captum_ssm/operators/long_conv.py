@@ -74,12 +74,12 @@ class LongConv(Operator):
         return LongConv(self.kernel[list(heads)], shape, self.component)
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
-        one = self._by_head if by_head else self._summed_over_heads
-        left, tokens = _once(left), self.shape.tokens
+        strip = self._strip_by_head if by_head else self._strip_over_heads
+        left, tokens = _as_constant(left), self.shape.tokens
         with full_precision(self.device):
-            return sum_of_lags(lambda right: one(left, _once(right), rows), band, rows, tokens)
+            return sum_of_lags(lambda x: strip(left, _as_constant(x), rows), band, rows, tokens)
 
-    def _summed_over_heads(self, left: Tensor, right: Tensor, rows: range) -> Strip:
+    def _strip_over_heads(self, left: Tensor, right: Tensor, rows: range) -> Strip:
         """Return ``rows`` of left[i, c] alpha_c[i, j] right[j, c], summed over channels c."""
         # no column is further back than the kernel reaches
         columns = range(max(0, rows.start - self.kernel.shape[-1] + 1), rows.stop)
@@ -92,7 +92,8 @@ class LongConv(Operator):
             entries = self._lag_by_lag(*factors, rows, columns)
         return Strip(entries, rows, columns)
 
-    def _by_head(self, left: Tensor, right: Tensor, rows: range) -> Strip:
+    def _strip_by_head(self, left: Tensor, right: Tensor, rows: range) -> Strip:
+        """Return ``rows`` of left[i, c] alpha_c[i, j] right[j, c], summed over each head's c."""
         left, right = (x.expand(self.shape).transpose(1, 2) for x in (left, right))  # (B, H, L, P)
         left, columns = left[:, :, rows.start : rows.stop], range(self.shape.tokens)
         row, column = (torch.arange(x.start, x.stop, device=self.device) for x in (rows, columns))
@@ -110,11 +111,11 @@ class LongConv(Operator):
 
     def _forward(self, v: Tensor) -> Tensor:
         out = self._filter(v, conjugate=False)
-        return _silence_beyond(out, v, before=0, after=self.kernel.shape[-1] - 1)
+        return _zero_outside_reach(out, v, before=0, after=self.kernel.shape[-1] - 1)
 
     def _adjoint(self, u: Tensor) -> Tensor:
         out = self._filter(u, conjugate=True)
-        return _silence_beyond(out, u, before=self.kernel.shape[-1] - 1, after=0)
+        return _zero_outside_reach(out, u, before=self.kernel.shape[-1] - 1, after=0)
 
     def _filter(self, x: Tensor, conjugate: bool) -> Tensor:
         """Convolve ``x`` with the kernel by fast Fourier transforms, some heads at a time."""
@@ -140,11 +141,13 @@ class LongConv(Operator):
     ) -> Tensor:
         """Sum weight[i, c] kernel_c[i - j] over channels c; weight[j, c] if ``by_column``."""
         batch, _, heads, per_head = self.shape
-        along = columns if by_column else rows
+        weighted = columns if by_column else rows
         if weight.shape[1] > 1:
-            weight = weight[:, along.start : along.stop]
-        by_lag = self._weigh(weight.expand(-1, -1, heads, per_head))  # (B or 1, R or W or 1, K)
-        by_lag = by_lag.expand(batch, len(along), -1)
+            weight = weight[:, weighted.start : weighted.stop]
+        by_lag = self._weighted_kernel(
+            weight.expand(-1, -1, heads, per_head)
+        )  # (B or 1, R or W or 1, K)
+        by_lag = by_lag.expand(batch, len(weighted), -1)
         row, column = (torch.arange(x.start, x.stop, device=self.device) for x in (rows, columns))
         lag = row - column[:, None] if by_column else row[:, None] - column
         length = by_lag.shape[-1]
@@ -152,7 +155,7 @@ class LongConv(Operator):
         out = by_lag.gather(-1, index).masked_fill((lag < 0) | (lag >= length), 0)
         return out.mT.contiguous() if by_column else out
 
-    def _weigh(self, weight: Tensor) -> Tensor:
+    def _weighted_kernel(self, weight: Tensor) -> Tensor:
         """Return the sum over channels c of weight[..., c] kernel_c, (..., K)."""
         if self.kernel.shape[1] == 1:
             weight = weight.sum(-1, keepdim=True)
@@ -164,15 +167,15 @@ class LongConv(Operator):
         out = self._zeros(batch, len(rows), len(columns))
         weights = self.kernel.expand(-1, per_head, -1).flatten(0, 1).T.contiguous()  # (K, C)
         # reused memory, because allocating the products of each lag takes longer
-        space = left.new_empty(batch * len(rows) * heads * per_head)
-        for lag, weight in enumerate(weights[: rows.stop]):
+        memory = left.new_empty(batch * len(rows) * heads * per_head)
+        for lag, weight in enumerate(weights[: rows.stop]):  # one diagonal of ``out`` each
             first = max(rows.start, lag)
             size = (batch, rows.stop - first, heads, per_head)
-            products = space[: torch.Size(size).numel()].view(size)
+            products = memory[: torch.Size(size).numel()].view(size)
             row, column = left[:, first : rows.stop], right[:, first - lag : rows.stop - lag]
             torch.mul(row, column, out=products)
-            into = out[:, first - rows.start :, first - lag - columns.start :]
-            into.diagonal(0, 1, 2)[:, : size[1]].copy_(products.flatten(2) @ weight)
+            diagonal = out[:, first - rows.start :, first - lag - columns.start :]
+            diagonal.diagonal(0, 1, 2)[:, : size[1]].copy_(products.flatten(2) @ weight)
         return out
 
 
@@ -193,12 +196,12 @@ def _check(kernel: Tensor, shape: Shape) -> None:
         )
 
 
-def _once(x: Tensor) -> Tensor:
+def _as_constant(x: Tensor) -> Tensor:
     """Undo ``expand`` along tokens: return factors (B, 1, H, P) if all tokens share them."""
     return x[:, :1] if x.stride(1) == 0 else x
 
 
-def _silence_beyond(out: Tensor, x: Tensor, before: int, after: int) -> Tensor:
+def _zero_outside_reach(out: Tensor, x: Tensor, before: int, after: int) -> Tensor:
     """Set ``out`` to zero where the convolution of ``x`` is exactly zero, channel by channel.
 
     Fourier transforms leave rounding errors at all tokens, but the entries of causal rows after the
@@ -206,8 +209,8 @@ def _silence_beyond(out: Tensor, x: Tensor, before: int, after: int) -> Tensor:
     nonzero value to ``after`` tokens after the last one.
     """
     tokens = x.shape[-3]
-    there = (x != 0).to(torch.uint8)
-    first = there.argmax(-3, keepdim=True)
-    last = tokens - 1 - there.flip(-3).argmax(-3, keepdim=True)
+    is_nonzero = (x != 0).to(torch.uint8)
+    first = is_nonzero.argmax(-3, keepdim=True)
+    last = tokens - 1 - is_nonzero.flip(-3).argmax(-3, keepdim=True)
     position = torch.arange(tokens, device=x.device)[:, None, None]
     return out.masked_fill((position < first - before) | (position > last + after), 0)

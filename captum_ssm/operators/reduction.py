@@ -99,9 +99,9 @@ _PAIRWISE: dict[Reduce, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], 
 
 def goes_by_channel(operator: Operator, reduce: Reduce) -> bool:
     """Return True if :func:`by_channel` supports the reduction and is faster than rows."""
-    known = reduce is None or (isinstance(reduce, str) and reduce in _PAIRWISE)
-    quick = operator.shape.per_head == 1 and any(leaf.quick_heads for leaf in operator.leaves())
-    return known and quick
+    is_supported = reduce is None or (isinstance(reduce, str) and reduce in _PAIRWISE)
+    is_faster = operator.shape.per_head == 1 and any(leaf.quick_heads for leaf in operator.leaves())
+    return is_supported and is_faster
 
 
 def by_channel(operator: Operator, reduce: Reduce) -> Tensor:
@@ -110,8 +110,8 @@ def by_channel(operator: Operator, reduce: Reduce) -> Tensor:
         return by_head(operator)
     within, across = _PAIRWISE[reduce]
     one = torch.ones(1, 1, 1, 1, dtype=operator.dtype, device=operator.device)
-    found = (within(sums_by_head(part, one, one), 1) for _, part in _some_heads(operator))
-    return functools.reduce(across, found)
+    reduced = (within(sums_by_head(part, one, one), 1) for _, part in _blocks_of_heads(operator))
+    return functools.reduce(across, reduced)
 
 
 def by_head(operator: Operator) -> Tensor:
@@ -119,8 +119,8 @@ def by_head(operator: Operator) -> Tensor:
     batch, tokens, heads, per_head = operator.shape
     one = torch.ones(1, 1, 1, 1, dtype=operator.dtype, device=operator.device)
     out = one.new_empty(batch, heads, tokens, tokens)
-    for some, part in _some_heads(operator):
-        out[:, some.start : some.stop] = sums_by_head(part, one / per_head, one)
+    for block, part in _blocks_of_heads(operator):
+        out[:, block.start : block.stop] = sums_by_head(part, one / per_head, one)
     return out
 
 
@@ -130,10 +130,10 @@ def sums_by_head(operator: Operator, left: Tensor, right: Tensor) -> Tensor:
     return operator.entries(left, {0: right}, range(tokens), by_head=True).full(tokens)
 
 
-def _some_heads(operator: Operator) -> Iterator[tuple[range, Operator]]:
+def _blocks_of_heads(operator: Operator) -> Iterator[tuple[range, Operator]]:
     """Yield heads whose matrices together fit into the cache, and the operator on these heads."""
     batch, tokens, heads, _ = operator.shape
     size = max(1, at_a_time(_ELEMENTS, operator.device) // (batch * tokens**2))
     for start in range(0, heads, size):
-        some = range(start, min(start + size, heads))
-        yield some, operator if len(some) == heads else operator.select(some)
+        block = range(start, min(start + size, heads))
+        yield block, operator if len(block) == heads else operator.select(block)

@@ -59,8 +59,8 @@ class Permute(Operator):
 
     def inverted(self) -> Permute:
         """Return the inverse reordering."""
-        back = torch.argsort(self._order)
-        return Permute(back, self.shape, self.component, device=self.order.device)
+        inverse = torch.argsort(self._order)
+        return Permute(inverse, self.shape, self.component, device=self.order.device)
 
     def apply(self, v: Tensor) -> Tensor:
         return v.index_select(-3, self.order)
@@ -71,17 +71,17 @@ class Permute(Operator):
     def tensors(self) -> dict[str, Tensor]:
         return {}
 
-    def _without_coefficients(self) -> Tensor:
+    def _coefficient_substitute(self) -> Tensor:
         return torch.zeros((), device=self.order.device)
 
     def select(self, heads: Sequence[int]) -> Operator:
         shape = self.shape._replace(heads=len(heads))
         return Permute(self._order, shape, self.component, device=self.order.device)
 
-    def rows_within(
+    def inner_rows(
         self, positions: Positions, weight: Tensor | None
     ) -> tuple[Positions, Tensor | None]:
-        """Express rows of self . inner as rows of inner; see :meth:`.Diagonal.rows_within`."""
+        """Express rows of self . inner as rows of inner; see :meth:`.Diagonal.inner_rows`."""
         return self.order[by_query(positions, self.order.device)], weight
 
     def rows_of(self, matrix: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class Permute(Operator):
         """Return the product matrix . Permute, for a matrix (..., L, L)."""
         return matrix.index_select(-1, self.inverse)
 
-    def read_by(self, rows: range) -> range | None:
+    def input_rows(self, rows: range) -> range | None:
         """Return the input tokens of output ``rows`` as a range; None if the tokens have gaps."""
         return _as_range(self.on_host[rows.start : rows.stop])
 
@@ -100,11 +100,11 @@ class Permute(Operator):
         """Return ``rows`` of the product Permute . matrix.
 
         Args:
-            strip: rows of the matrix, at the tokens that :meth:`read_by` returns.
+            strip: rows of the matrix, at the tokens that :meth:`input_rows` returns.
             rows: indices of the rows to return.
         """
-        read = self.order[rows.start : rows.stop] - strip.rows.start
-        return Strip(strip.entries.index_select(-2, read), rows, strip.columns)
+        inputs = self.order[rows.start : rows.stop] - strip.rows.start
+        return Strip(strip.entries.index_select(-2, inputs), rows, strip.columns)
 
     def columns_of_strip(self, strip: Strip) -> Strip:
         """Return rows of the product matrix . Permute, given the same rows of the matrix."""
@@ -112,8 +112,8 @@ class Permute(Operator):
         if columns is None:
             tokens = self.shape.tokens
             return Strip(self.columns_of(strip.full(tokens)), strip.rows, range(tokens))
-        wanted = self.inverse[columns.start : columns.stop] - strip.columns.start
-        return Strip(strip.entries.index_select(-1, wanted), strip.rows, columns)
+        inputs = self.inverse[columns.start : columns.stop] - strip.columns.start
+        return Strip(strip.entries.index_select(-1, inputs), strip.rows, columns)
 
 
 def flip(shape: Shape, device: torch.device, component: str | None = None) -> Permute:
@@ -149,16 +149,16 @@ class Windows:
         flat = places.flatten()
         self._padding = flat < 0  # (W T,)
         self.tokens = int((~self._padding).sum())
-        self._place_of = flat.argsort()[len(flat) - self.tokens :]  # padding sorts to the front
+        self._position_of = flat.argsort()[len(flat) - self.tokens :]  # padding sorts to the front
 
     def cut(self, x: Tensor) -> Tensor:
         """Return ``x`` (..., B, L, H, P) in windows (..., B W, T, H, P), with zeros as padding."""
-        held = x.index_select(-3, self.places.flatten().clamp_min(0))
-        return self._as_windows(held.masked_fill(self._padding[:, None, None], 0))
+        in_windows = x.index_select(-3, self.places.flatten().clamp_min(0))
+        return self._as_windows(in_windows.masked_fill(self._padding[:, None, None], 0))
 
     def merge(self, x: Tensor) -> Tensor:
         """Return the adjoint of :meth:`cut`: (..., B W, T, H, P) to (..., B, L, H, P)."""
-        return self._as_sequence(x).index_select(-3, self._place_of)
+        return self._as_sequence(x).index_select(-3, self._position_of)
 
     def mask(self, mask: Tensor | None, batch: int) -> Tensor | None:
         """Return the mask (B W, T), True for windows' positions with a real token; None if all are.
@@ -168,28 +168,28 @@ class Windows:
             batch: number of examples, B.
         """
         if mask is None:
-            holds_token = ~self._padding.expand(batch, -1)
-            all_do = bool(holds_token.all())
-            return None if all_do else holds_token.reshape(-1, self.places.shape[1])
+            is_token = ~self._padding.expand(batch, -1)
+            all_real = bool(is_token.all())
+            return None if all_real else is_token.reshape(-1, self.places.shape[1])
         return self.cut(mask[..., None, None].int())[..., 0, 0].bool()
 
     def padding(self, x: Tensor) -> Tensor | None:
         """Set ``x`` (..., B W, T, H, P) to zero except at padding; return None without padding."""
         if not bool(self._padding.any()):
             return None
-        only = self._as_sequence(x).masked_fill(~self._padding[:, None, None], 0)
-        return self._as_windows(only)
+        at_padding = self._as_sequence(x).masked_fill(~self._padding[:, None, None], 0)
+        return self._as_windows(at_padding)
 
     def assemble(self, blocks: Tensor, rows: range) -> Tensor:
         """Return rows (B, R, L) of the matrix over all tokens, from matrices (B W, T, T)."""
         blocks = torch.unflatten(blocks, 0, (-1, len(self.places)))  # (B, W, T, T)
-        place = self._place_of[rows.start : rows.stop]
-        window = place // self.places.shape[1]  # (R,)
-        held = blocks[:, window, place % self.places.shape[1]]  # (B, R, T)
+        position = self._position_of[rows.start : rows.stop]
+        window = position // self.places.shape[1]  # (R,)
+        entries = blocks[:, window, position % self.places.shape[1]]  # (B, R, T)
         # padding, -1, becomes a last column, which is dropped
         out = blocks.new_zeros(len(blocks), len(rows), self.tokens + 1)
         columns = self.places[window] % (self.tokens + 1)  # (R, T)
-        return out.scatter_(-1, columns.expand_as(held), held)[..., :-1]
+        return out.scatter_(-1, columns.expand_as(entries), entries)[..., :-1]
 
     def _as_windows(self, x: Tensor) -> Tensor:
         """Reshape (..., B, W T, H, P) to (..., B W, T, H, P)."""
@@ -224,15 +224,15 @@ class Windowed(Operator):
     def apply(self, v: Tensor) -> Tensor:
         return self.windows.merge(self.within.apply(self.windows.cut(v)))
 
-    def entering(self, v: Tensor, factor: Tensor) -> Tensor:
+    def inner_input(self, v: Tensor, factor: Tensor) -> Tensor:
         """Return the input of ``within`` (S, B W, T, H, P).
 
         Args:
             v: values (S, B, L, H, P).
             factor: factors of the input at padding, (S, 1, 1, 1, 1).
         """
-        cut = self.windows.cut(v)
-        return cut if self._padding is None else cut + factor * self._padding
+        in_windows = self.windows.cut(v)
+        return in_windows if self._padding is None else in_windows + factor * self._padding
 
     def transpose(self, u: Tensor) -> Tensor:
         return self.windows.merge(self.within.transpose(self.windows.cut(u)))
@@ -264,14 +264,14 @@ class Windowed(Operator):
         tokens, size = self.shape.tokens, self.windows.places.shape[1]
         row = self.windows.cut(left.expand(self.shape))
 
-        def one(right: Tensor) -> Strip:
+        def strip_for(right: Tensor) -> Strip:
             column = self.windows.cut(right.expand(self.shape))
             blocks = self.within.entries(row, {0: column}, range(size), by_head).full(size)
             if by_head:  # (B W, H, T, T) to (B H W, T, T)
                 blocks = torch.unflatten(blocks, 0, (self.shape.batch, -1))
                 blocks = blocks.transpose(1, 2).flatten(0, 2)
-            found = self.windows.assemble(blocks, rows)  # (B, R, L) or (B H, R, L)
-            found = torch.unflatten(found, 0, (self.shape.batch, -1)) if by_head else found
-            return Strip(found, rows, range(tokens))
+            out = self.windows.assemble(blocks, rows)  # (B, R, L) or (B H, R, L)
+            out = torch.unflatten(out, 0, (self.shape.batch, -1)) if by_head else out
+            return Strip(out, rows, range(tokens))
 
-        return sum_of_lags(one, band, rows, tokens)
+        return sum_of_lags(strip_for, band, rows, tokens)

@@ -379,11 +379,13 @@ class Block(NamedTuple):
         remaining: Tensor | None = None
         for chunk_stop in range(stop, 0, -EARLIER):
             chunk_start = max(0, chunk_stop - EARLIER)
-            # at least one token earlier, because its ``after`` is the decay of the whole chunk
+            # at least one token earlier, whose ``after`` is the decay of the whole chunk
             read_from = max(0, chunk_start - max(1, reach))
             tokens = slice(read_from, chunk_stop)
             after = _decays_after(self.decays(tokens)) if self.after is None else self.after(tokens)
-            total = after[:, max(0, chunk_start - read_from - 1), :, None]
+            total = after[
+                :, max(0, chunk_start - read_from - 1), :, None
+            ]  # any if no chunk is before
             *shorter_lags, writes = (x.mul_(after) for x in self.columns(tokens))
             writes = writes[:, chunk_start - read_from :]
             # columns of shorter lags were written ``delay`` tokens before they were complete

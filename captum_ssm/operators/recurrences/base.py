@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..base import Operator
-from ..heads import HeadOperator, common_to_channels
+from ..heads import HeadOperator, per_head_factors
 from ..kernels.arithmetic import full_precision, linear_map, underflow_flushed
 from ..kernels.bands import Band, lags_of
 from ..kernels.chunks import Chunk, run_all
@@ -60,7 +60,7 @@ class Coefficients(Operator):
         return self._selected(heads)
 
     def _selected(self, heads: Sequence[int], **others: Any) -> Self:
-        """Return the operator on some heads; ``others`` are arguments for only these heads."""
+        """Return the operator on some heads; ``others`` are arguments selected by the caller."""
         for name, x in self.tensors().items():
             if name not in others:
                 others[name] = x[list(heads)] if name in self.fixed else some_heads(x, heads)
@@ -68,10 +68,11 @@ class Coefficients(Operator):
 
     def changed(self, **arguments: Any) -> Self:
         """Return the same operator with some arguments changed."""
+        # every argument of __init__ after self has an attribute of the same name
         code = type(self).__init__.__code__
         names = code.co_varnames[1 : code.co_argcount]
-        kept = {name: getattr(self, name) for name in names if name not in arguments}
-        return type(self)(**kept, **arguments)
+        unchanged = {name: getattr(self, name) for name in names if name not in arguments}
+        return type(self)(**unchanged, **arguments)
 
 
 class Recurrent(Coefficients):
@@ -107,17 +108,17 @@ class FadingRecurrence(Recurrent):
         lags = lags_of(band)
         if len(lags) > TREE_LAGS:
 
-            def one(right: Tensor) -> Strip:
+            def strip_for(right: Tensor) -> Strip:
                 return self.entries(left, {0: right}, rows, by_head)
 
-            return sum_of_lags(one, band, rows, self.shape.tokens)
+            return sum_of_lags(strip_for, band, rows, self.shape.tokens)
         with torch.no_grad(), full_precision(self.device), underflow_flushed():
             if by_head:
-                return self._by_head(left, band, rows)
+                return self._strip_by_head(left, band, rows)
             blocks, (batch, tokens, *_) = self._blocks(left, band, rows), self.shape
             return semiseparable_strip(blocks, batch, tokens, rows, lags)
 
-    def _by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
+    def _strip_by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
         """Return :meth:`entries` with ``by_head=True``, for a band with few lags."""
         raise NotImplementedError
 
@@ -148,16 +149,16 @@ class ChunkedHeads(Recurrent, HeadOperator):
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
         # One pass over the chunks serves all lags; the base class takes one pass for each, but maps
         # one channel of a head if the factors are common to all.
-        per_head = (common_to_channels(left, x, self.shape) is not None for x in band.values())
-        if by_head or len(band) == 1 or any(per_head):
+        common = (per_head_factors(left, x, self.shape) is not None for x in band.values())
+        if by_head or len(band) == 1 or any(common):
             return super().entries(left, band, rows, by_head)
         row, *rights = (x.expand(self.shape) for x in (left, *band.values()))
         with torch.no_grad(), full_precision(self.device), underflow_flushed():
             sums = self._sums_of_channels(row, rights, rows)
         strips = (Strip(entries, rows, range(rows.stop)) for entries in sums)
         tokens = self.shape.tokens
-        shares = (x.moved(0, -lag, tokens) for lag, x in zip(band, strips, strict=True))
-        return sum_strips(shares, rows)
+        terms = (x.moved(0, -lag, tokens) for lag, x in zip(band, strips, strict=True))
+        return sum_strips(terms, rows)
 
     def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
         factors = [x.transpose(1, 2)[..., None] for x in (left, right)]  # (B, H, L, 1)

@@ -81,12 +81,13 @@ class DeltaProduct(Coefficients):
         return self._selected(heads, key=key, beta=beta, writes=[self.writes[h] for h in chosen])
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        of_values, found = self._unrolled.backward(self._written(values), self._at_last(gradient))
-        each = {name: self._by_token(x, 1) for name, x in found.items()}
-        each["query"] = each["query"][:, :, -1]
-        if "log_decay" in each:
-            each["log_decay"] = each["log_decay"][:, :, 0]
-        return self._from_written(of_values), each
+        steps, of_outputs = self._to_steps(values), self._at_last_step(gradient)
+        of_values, of_steps = self._unrolled.backward(steps, of_outputs)
+        by_token = {name: self._by_token(x, 1) for name, x in of_steps.items()}
+        by_token["query"] = by_token["query"][:, :, -1]  # read at the last step
+        if "log_decay" in by_token:
+            by_token["log_decay"] = by_token["log_decay"][:, :, 0]  # decays at the first
+        return self._from_steps(of_values), by_token
 
     # --- the sequence of all steps ---------------------------------------------------------
 
@@ -100,15 +101,15 @@ class DeltaProduct(Coefficients):
         """The delta rule over L M steps; a token's first step decays, the last has the query."""
         logs = self.log_decay
         if logs is not None:
-            logs = self._at_step(logs, 0, 2)
+            logs = self._place_at_step(logs, step=0, dim=2)
         key, beta = self.key.flatten(1, 2), self.beta.flatten(1, 2)
-        return DeltaRule(self._at_last(self.query), key, beta, logs, self.shape.per_head)
+        return DeltaRule(self._at_last_step(self.query), key, beta, logs, self.shape.per_head)
 
     def _by_token(self, x: Tensor, dim: int) -> Tensor:
         """Reshape dimension ``dim`` of ``x`` from steps (..., L M, ...) to (..., L, M, ...)."""
         return torch.unflatten(x, dim, (self.shape.tokens, self.steps))
 
-    def _at_step(self, x: Tensor, step: int, dim: int) -> Tensor:
+    def _place_at_step(self, x: Tensor, step: int, dim: int) -> Tensor:
         """Place ``x`` (B, L, ...) at one step of each token, (B, L M, ...), with zeros elsewhere.
 
         ``dim`` is the dimension of ``x`` after the dimension of the tokens.
@@ -117,45 +118,45 @@ class DeltaProduct(Coefficients):
         out.select(dim, step).copy_(x)
         return out.flatten(dim - 1, dim)
 
-    def _at_last(self, u: Tensor) -> Tensor:
+    def _at_last_step(self, u: Tensor) -> Tensor:
         """Place ``u`` (..., B, L, H, P) at last steps, (..., B, L M, H, P); zero elsewhere."""
-        return self._at_step(u, self.steps - 1, u.dim() - 2)
+        return self._place_at_step(u, step=self.steps - 1, dim=u.dim() - 2)
 
     @cached_property
-    def _writing(self) -> Tensor:
+    def _is_writing_step(self) -> Tensor:
         """True for the step that adds the values of each head, (M, H, 1)."""
         writes = torch.tensor(self.writes, device=self.device)
         return (torch.arange(self.steps, device=self.device)[:, None] == writes)[..., None]
 
-    def _written(self, v: Tensor) -> Tensor:
+    def _to_steps(self, v: Tensor) -> Tensor:
         """Place ``v`` (..., B, L, H, P) at the heads' steps ``writes``, (..., B, L M, H, P)."""
-        return (v.unsqueeze(-3) * self._writing).flatten(-4, -3)
+        return (v.unsqueeze(-3) * self._is_writing_step).flatten(-4, -3)
 
-    def _from_written(self, x: Tensor) -> Tensor:
+    def _from_steps(self, x: Tensor) -> Tensor:
         """Return ``x`` (..., B, L M, H, P) at the heads' steps ``writes``, (..., B, L, H, P)."""
-        return (self._by_token(x, -3) * self._writing).sum(-3)
+        return (self._by_token(x, -3) * self._is_writing_step).sum(-3)
 
     # --- the map and its matrices ----------------------------------------------------------
 
     def apply(self, v: Tensor) -> Tensor:
-        return self._by_token(self._unrolled.apply(self._written(v)), -3)[..., -1, :, :]
+        return self._by_token(self._unrolled.apply(self._to_steps(v)), -3)[..., -1, :, :]
 
     def transpose(self, u: Tensor) -> Tensor:
-        return self._from_written(self._unrolled.transpose(self._at_last(u)))
+        return self._from_steps(self._unrolled.transpose(self._at_last_step(u)))
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
-        tokens, left = self.shape.tokens, self._at_last(left.expand(self.shape))
+        tokens, left = self.shape.tokens, self._at_last_step(left.expand(self.shape))
         steps = range(rows.start * self.steps, rows.stop * self.steps)
 
-        def one(right: Tensor) -> Strip:
-            written = {0: self._written(right.expand(self.shape))}
-            found = self._unrolled.entries(left, written, steps, by_head)
-            entries = self._by_tokens(found.full(tokens * self.steps), len(rows))
+        def strip_for(right: Tensor) -> Strip:
+            written = {0: self._to_steps(right.expand(self.shape))}
+            strip = self._unrolled.entries(left, written, steps, by_head)
+            entries = self._reduce_to_tokens(strip.full(tokens * self.steps), len(rows))
             return Strip(entries, rows, range(tokens))
 
-        return sum_of_lags(one, band, rows, tokens)
+        return sum_of_lags(strip_for, band, rows, tokens)
 
-    def _by_tokens(self, matrices: Tensor, rows: int) -> Tensor:
+    def _reduce_to_tokens(self, matrices: Tensor, rows: int) -> Tensor:
         """Reduce matrices over steps (..., R M, L M) to matrices over tokens (..., R, L)."""
         read = torch.unflatten(matrices, -2, (rows, self.steps))[..., -1, :]
         return self._by_token(read, -1).sum(-1)

@@ -39,12 +39,12 @@ class Correction(NamedTuple):
     Attributes:
         key: key k times the step size beta (B, L, H, N).
         erase: vector e, which reads the state S before its decay (B, L, H, N).
-        taken: vector f, along which the reading is subtracted (B, L, H, N).
+        subtract: vector f, along which the reading is subtracted (B, L, H, N).
     """
 
     key: Tensor
     erase: Tensor
-    taken: Tensor
+    subtract: Tensor
 
 
 class DeltaRule(ChunkedHeads):
@@ -115,7 +115,7 @@ class DeltaRule(ChunkedHeads):
             decays: the tokens' decays from :meth:`_decays`. Default: None, they are computed.
         """
         key = self.key[:, part]
-        written = key * self.beta[:, part, :, None]
+        added = key * self.beta[:, part, :, None]
         if self.erase is not None:
             erase = self.erase[:, part]
         elif self.log_decay is None:
@@ -123,7 +123,7 @@ class DeltaRule(ChunkedHeads):
         else:
             erase = key * (self._decays(part) if decays is None else decays)
         steps = self.erase_step
-        return Correction(written, erase, written if steps is None else erase * steps[:, part])
+        return Correction(added, erase, added if steps is None else erase * steps[:, part])
 
     def _decays(self, part: slice = slice(None)) -> Tensor:
         """Return the decays to multiply keys by: (B, L, H, 1), or (B, L, H, N) per key channel."""
@@ -134,49 +134,51 @@ class DeltaRule(ChunkedHeads):
     # --- its dependence on its coefficients ------------------------------------------------
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        late = self.erase is None and self.log_decay is not None  # reads the state after its decay
-        decays = self._decays() if late else None
-        key, erase, taken = self.corrections(decays=decays)
+        # without a separate e, k reads the state after its decay
+        reads_decayed = self.erase is None and self.log_decay is not None
+        decays = self._decays() if reads_decayed else None
+        key, erase, subtract = self.corrections(decays=decays)
         # e reads the state before a step like a query of the token before
         erase_query = shift_tokens(erase, -1)
         readings = shift_tokens(self.at({"query": erase_query}).apply(values), 1)  # e . S
         of_values = self.transpose(gradient)
         if self.erase_step is None:
-            of_taken_values, writes = of_values, [(key, values - readings)]
+            of_subtract_values, writes = of_values, [(key, values - readings)]
         else:
-            along_taken = DeltaRule(
-                self.query, taken, torch.ones_like(self.beta), self.log_decay,
+            # f in the place of k: the gradients of the values that would be added along f
+            along_subtract = DeltaRule(
+                self.query, subtract, torch.ones_like(self.beta), self.log_decay,
                 self.shape.per_head, None, erase, self.erase_step,
             )  # fmt: skip
-            of_taken_values = along_taken.transpose(gradient)
-            writes = [(key, values), (taken, -readings)]
+            of_subtract_values = along_subtract.transpose(gradient)
+            writes = [(key, values), (subtract, -readings)]
         # for fixed readings e . S, outputs and readings are linear attention over all writes, with
         # the queries and the erasing keys as queries
-        reads = [(self.query, gradient), (erase_query, -shift_tokens(of_taken_values, -1))]
-        of_queries, of_keys, of_logs = self._attended(reads, writes)
-        (of_query, of_erase_query), (of_key, *of_taken) = of_queries, of_keys
+        reads = [(self.query, gradient), (erase_query, -shift_tokens(of_subtract_values, -1))]
+        of_queries, of_keys, of_logs = self._attention_gradients(reads, writes)
+        (of_query, of_erase_query), (of_key, *of_subtract) = of_queries, of_keys
         of_erase = shift_tokens(of_erase_query, 1)
-        found = {
+        by_name = {
             "query": of_query,
             "key": of_key * self.beta[..., None],
             "beta": (of_key * self.key).sum(-1),
         }
         if self.log_decay is not None:
-            found["log_decay"] = of_logs
+            by_name["log_decay"] = of_logs
         if self.erase_step is not None:
-            found["erase_step"] = of_taken[0] * erase
-            of_erase = of_erase + of_taken[0] * self.erase_step
+            by_name["erase_step"] = of_subtract[0] * erase
+            of_erase = of_erase + of_subtract[0] * self.erase_step
         if self.erase is not None:
-            found["erase"] = of_erase
+            by_name["erase"] = of_erase
         elif decays is None:
-            found["key"] += of_erase
+            by_name["key"] += of_erase
         else:
-            found["key"].addcmul_(of_erase, decays)
-            of_log, by_erase = found["log_decay"], of_erase * erase  # e = decay k
+            by_name["key"].addcmul_(of_erase, decays)
+            of_log, by_erase = by_name["log_decay"], of_erase * erase  # e = decay k
             of_log += by_erase if of_log.dim() == 4 else by_erase.sum(-1)
-        return of_values, found
+        return of_values, by_name
 
-    def _attended(
+    def _attention_gradients(
         self, reads: Sequence[Pair], writes: Sequence[Pair]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor]:
         """Return gradients of queries, keys and log decays in linear attention over all writes.
@@ -186,10 +188,10 @@ class DeltaRule(ChunkedHeads):
             writes: pairs of keys and their values.
         """
         logs = torch.zeros_like(self.beta) if self.log_decay is None else self.log_decay
-        (queries, of_outputs), (keys, sent) = (zip(*x, strict=True) for x in (reads, writes))
+        (queries, of_outputs), (keys, values) = (zip(*x, strict=True) for x in (reads, writes))
         by_channel = logs if logs.dim() == 4 else logs[..., None]
-        found = gradients(queries, keys, by_channel, sent, of_outputs)
-        return found.queries, found.keys, found.log_decay.view(logs.shape)
+        result = gradients(queries, keys, by_channel, values, of_outputs)
+        return result.queries, result.keys, result.log_decay.view(logs.shape)
 
     # --- reads, writes, carry --------------------------------------------------------------
 
@@ -197,13 +199,13 @@ class DeltaRule(ChunkedHeads):
         def cut(x: Tensor) -> Tensor:
             return in_chunks(x[:, part], length)
 
-        # without a key of its own, erasing reads the state after its decay
-        logs, late = self.log_decay, self.erase is None
-        if logs is not None:
-            logs = cut(logs if logs.dim() == 4 else logs[..., None])
+        # without a separate e, k reads the state after its decay
+        log_decay, decayed = self.log_decay, self.erase is None
+        if log_decay is not None:
+            log_decay = cut(log_decay if log_decay.dim() == 4 else log_decay[..., None])
         query, key, beta = cut(self.query), cut(self.key), cut(self.beta[..., None])
         erase = key if self.erase is None else cut(self.erase)
-        taken = None  # then it is beta k
+        subtract = None  # beta k
         if self.erase_step is not None:
-            taken = in_chunks(self.corrections(part).taken, length)
-        return delta_chunk(part, query, beta * key, erase, taken, logs, late)
+            subtract = in_chunks(self.corrections(part).subtract, length)
+        return delta_chunk(part, query, beta * key, erase, subtract, log_decay, decayed=decayed)

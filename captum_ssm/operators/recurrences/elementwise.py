@@ -81,26 +81,26 @@ class ElementwiseRecurrence(FadingRecurrence):
 
     # --- its matrices ----------------------------------------------------------------------
 
-    def _by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
-        some, tokens = slice(rows.start, rows.stop), self.shape.tokens
-        row = left.expand(self.shape)[:, some].transpose(1, 2)
-        matrices = decay_matrices(self.decay)[:, :, some].mul_(row)  # (B, H, R, L)
+    def _strip_by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
+        part, tokens = slice(rows.start, rows.stop), self.shape.tokens
+        row = left.expand(self.shape)[:, part].transpose(1, 2)
+        matrices = decay_matrices(self.decay)[:, :, part].mul_(row)  # (B, H, R, L)
 
-        def one(right: Tensor) -> Strip:
+        def strip_for(right: Tensor) -> Strip:
             column = right.expand(self.shape).transpose(1, 2).mT
             out = matrices if len(band) == 1 else torch.empty_like(matrices)
             return Strip(torch.mul(matrices, column, out=out), rows, range(tokens))
 
-        return sum_of_lags(one, band, rows, tokens)
+        return sum_of_lags(strip_for, band, rows, tokens)
 
     def _blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[Block]:
-        own = left.expand(self.shape)[:, rows.start : rows.stop, :, 0]
-        none = self._zeros(1, 1, 1, 1)
-        factors = [band.get(lag, none).expand(self.shape)[..., 0] for lag in lags_of(band)]
+        row_factors = left.expand(self.shape)[:, rows.start : rows.stop, :, 0]
+        zero = self._zeros(1, 1, 1, 1)
+        factors = [band.get(lag, zero).expand(self.shape)[..., 0] for lag in lags_of(band)]
         width = block_width(self.shape.batch, rows, self.device)
         for start in range(0, self.shape.heads, width):
-            some = slice(start, start + width)
-            row, decay, *columns = (x[..., some] for x in (own, self.decay, *factors))
+            heads = slice(start, start + width)
+            row, decay, *columns = (x[..., heads] for x in (row_factors, self.decay, *factors))
             yield block_of(row, columns, decay)
 
 
@@ -151,18 +151,19 @@ def _wkv_terms(key: Tensor, log_decay: Tensor, bonus: Tensor) -> tuple[Operator,
     key, log_decay, bonus = (doubled(x) for x in (key, log_decay, bonus))
     shape = Shape(key.shape[0], key.shape[1], key.shape[2], 1)
     with unseen(), underflow_flushed():
-        after = fading_log_sums(key, log_decay)  # up to and with each token; past: before it
-        past = F.pad(after[:, :-1], (0, 0, 1, 0), value=-torch.inf)
+        sums = fading_log_sums(key, log_decay)  # up to and with each token
+        earlier = F.pad(sums[:, :-1], (0, 0, 1, 0), value=-torch.inf)
         # a token reads the state before its own step: decays count from the step before
-        decay = F.pad(exponential_((past + log_decay).sub_(after))[:, :-1], (0, 0, 1, 0)).to(like)
+        decay = exponential_((earlier + log_decay).sub_(sums))
+        decay = F.pad(decay[:, :-1], (0, 0, 1, 0)).to(like)
         own = bonus + key
-        total = torch.logaddexp(past, own)
-        exponents = past.sub_(total), key - after, own.sub_(total)
-        read, written, now = (exponential_(x).to(like) for x in exponents)
-    earlier = Chain(
+        total = torch.logaddexp(earlier, own)
+        exponents = earlier.sub_(total), key - sums, own.sub_(total)
+        read, write, own_weight = (exponential_(x).to(like) for x in exponents)
+    of_earlier = Chain(
         Diagonal(read[..., None], shape, "scan"),
         ElementwiseRecurrence(decay),
         ShortConv(read.new_ones(shape.heads, 1, 1), shape, lags=(1,), component="scan"),
-        Diagonal(written[..., None], shape, "scan"),
+        Diagonal(write[..., None], shape, "scan"),
     )
-    return Diagonal(now[..., None], shape, "scan"), earlier
+    return Diagonal(own_weight[..., None], shape, "scan"), of_earlier

@@ -108,22 +108,22 @@ class FeedbackRecurrence(Recurrent):
         return self._loop(u, *factors, self.feedback, range(self.shape.tokens)[::-1])
 
     def _loop(
-        self, x: Tensor, kept: Tensor, enters: Tensor, read: Tensor, weight: Tensor, order: range
+        self, x: Tensor, decay: Tensor, write: Tensor, read: Tensor, weight: Tensor, order: range
     ) -> Tensor:
-        """Return s[t] = kept[t] s' + enters[t] (x[t] + (read' s') weight), in the given order.
+        """Return s[t] = decay[t] s' + write[t] (x[t] + (read' s') weight), in the given order.
 
         s' and read' are the state and the factor ``read`` of the token before t in ``order``.
         """
         stack = x.reshape(-1, *self.shape)
         tokens = stack.permute(2, 3, 0, 1, 4)  # (L, H, S, B, P)
         out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
-        factors = [c.permute(1, 2, 0, 3)[:, :, None] for c in (kept, enters, read)]
+        factors = [c.permute(1, 2, 0, 3)[:, :, None] for c in (decay, write, read)]
         state, output = torch.zeros_like(out[0]), torch.zeros_like(out[0])
         for t in order:
-            keep, enter, reads = (c[t] for c in factors)  # (H, 1, B, P)
-            fed = (output.flatten(1, 2) @ weight).view_as(output)
-            state = torch.addcmul(keep * state, enter, tokens[t] + fed)
-            output = reads * state
+            decay_t, write_t, read_t = (c[t] for c in factors)  # (H, 1, B, P)
+            feedback = (output.flatten(1, 2) @ weight).view_as(output)
+            state = torch.addcmul(decay_t * state, write_t, tokens[t] + feedback)
+            output = read_t * state
             out[t] = state
         return out.permute(2, 3, 0, 1, 4).reshape(x.shape)
 

@@ -52,11 +52,11 @@ class OwnShares(Operator):
     def transpose(self, u: Tensor) -> Tensor:
         return self._by_channel(u, self.mixed.transpose)
 
-    def _by_channel(self, x: Tensor, mapped: Map) -> Tensor:
+    def _by_channel(self, x: Tensor, apply_mixed: Map) -> Tensor:
         """Map each channel of ``x`` separately, and keep only the outputs of the same channel."""
         units = torch.eye(self.shape.per_head, dtype=x.dtype, device=x.device)
         out = torch.zeros_like(x)
-        for some in in_stacks(range(len(units)), x.numel(), x.device):
-            alone = units[some.start : some.stop].view(-1, *(1,) * (x.dim() - 1), len(units))
-            out = out + (mapped(alone * x) * alone).sum(0)
+        for block in in_stacks(range(len(units)), x.numel(), x.device):
+            indicator = units[block.start : block.stop].view(-1, *(1,) * (x.dim() - 1), len(units))
+            out = out + (apply_mixed(indicator * x) * indicator).sum(0)
         return out

@@ -90,7 +90,7 @@ class ScalarDecayHeads(ChunkedHeads):
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         written = values if self.scale is None else self.scale[..., None] * values
         query, key = self.query, self.key
-        if self._shared:
+        if self._are_shared:
             query, key = (vectors_of_heads(x, self.shape.heads) for x in (query, key))
         # Each gradient is linear attention again, with queries, keys and values exchanged.  First
         # for entries j < i, which depend on decays; the diagonal, which does not, is added below.
@@ -102,27 +102,27 @@ class ScalarDecayHeads(ChunkedHeads):
         of_key = swapped.transpose(shift_tokens(query, -1))
         of_written = plain.transpose(shift_tokens(gradient, -1))
         # decay t is a factor of entry (i, j) if j < t <= i: sums over rows minus sums over columns
-        read, sent = (query * of_query).sum(-1), (written * of_written).sum(-1)
-        own = (gradient * written).sum(-1, keepdim=True)
+        by_row, by_column = (query * of_query).sum(-1), (written * of_written).sum(-1)
+        own_weight = (gradient * written).sum(-1, keepdim=True)
         of_written = of_written + (query * key).sum(-1, keepdim=True) * gradient
-        found = {
-            "query": self._by_group(of_query + own * key),
-            "key": self._by_group(of_key + own * query),
-            "log_decay": doubled(read - sent).flip(1).cumsum(1).flip(1).to(read),
+        gradients = {
+            "query": self._by_group(of_query + own_weight * key),
+            "key": self._by_group(of_key + own_weight * query),
+            "log_decay": doubled(by_row - by_column).flip(1).cumsum(1).flip(1).to(by_row),
         }
         if self.scale is None:
-            return of_written, found
-        found["scale"] = (values * of_written).sum(-1)
-        return self.scale[..., None] * of_written, found
+            return of_written, gradients
+        gradients["scale"] = (values * of_written).sum(-1)
+        return self.scale[..., None] * of_written, gradients
 
     def _by_group(self, x: Tensor) -> Tensor:
         """Return the sums (B, L, G, N) of ``x`` (B, L, H, N) over the heads of each group."""
-        return torch.unflatten(x, 2, (-1, self._heads_per_group)).sum(3) if self._shared else x
+        return torch.unflatten(x, 2, (-1, self._heads_per_group)).sum(3) if self._are_shared else x
 
     def _groups(self) -> Iterator[slice]:
         """Return the slice of heads of each group."""
-        each = self._heads_per_group
-        return (slice(start, start + each) for start in range(0, self.shape.heads, each))
+        size = self._heads_per_group
+        return (slice(start, start + size) for start in range(0, self.shape.heads, size))
 
     @property
     def _heads_per_group(self) -> int:
@@ -130,7 +130,7 @@ class ScalarDecayHeads(ChunkedHeads):
         return self.shape.heads // self.query.shape[2]
 
     @property
-    def _shared(self) -> bool:
+    def _are_shared(self) -> bool:
         """Whether heads share queries and keys."""
         return self._heads_per_group > 1
 
@@ -163,8 +163,8 @@ class ScalarDecayHeads(ChunkedHeads):
 
     def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
         if rows.start:
-            return self._cut_at_rows(left, right, rows)
-        if not self._shared:
+            return self._sum_of_late_rows(left, right, rows)
+        if not self._are_shared:
             return super()._sum_of_heads(left, right, rows)
         batch, tokens, *_ = self.shape
         right = right if self.scale is None else right * self.scale
@@ -175,31 +175,32 @@ class ScalarDecayHeads(ChunkedHeads):
             strip = semiseparable_strip([block], batch, tokens, rows)
             q, k = self.query[:, :, group], self.key[:, :, group].mT
             for part in slices(rows, _ROWS):  # columns after them are zero
-                some, columns = slice(part.start - rows.start, part.stop - rows.start), part.stop
-                into, decays = (x[:, some, :columns] for x in (out, strip.entries))
-                into.addcmul_(q[:, part] @ k[..., :columns], decays)
+                own, columns = slice(part.start - rows.start, part.stop - rows.start), part.stop
+                into, entries = (x[:, own, :columns] for x in (out, strip.entries))
+                into.addcmul_(q[:, part] @ k[..., :columns], entries)
         return out
 
-    def _cut_at_rows(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
+    def _sum_of_late_rows(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
         """Compute :meth:`_sum_of_heads` for rows that begin after the first token.
 
         Entries of earlier columns are products of two factors, split at the token before the rows:
         the decays since that token for each row, and the decays until that token for each column.
         """
         out = self._zeros(self.shape.batch, len(rows), rows.stop)
-        own, past = slice(rows.start, rows.stop), slice(0, rows.start)
-        of_rows = self._of_tokens(own)
-        out[..., own] = of_rows._sum_of_heads(left[:, own], right[:, own], range(len(rows)))
-        until = exponential(F.pad(self.log_decay[:, 1 : rows.start], (0, 0, 0, 1)))
-        sent = right[:, past] * until.flip(1).cumprod(1).flip(1)
-        sent = sent if self.scale is None else sent * self.scale[:, past]
-        read = left[:, own] * exponential(self.log_decay[:, own]).cumprod(1)
+        late, early = slice(rows.start, rows.stop), slice(0, rows.start)
+        late_part = self._restricted_to(late)
+        out[..., late] = late_part._sum_of_heads(left[:, late], right[:, late], range(len(rows)))
+        later_decays = exponential(F.pad(self.log_decay[:, 1 : rows.start], (0, 0, 0, 1)))
+        column = right[:, early] * later_decays.flip(1).cumprod(1).flip(1)
+        column = column if self.scale is None else column * self.scale[:, early]
+        row = left[:, late] * exponential(self.log_decay[:, late]).cumprod(1)
         for group, heads in enumerate(self._groups()):
-            decays = read[..., heads] @ sent[..., heads].mT  # (B, R, L')
-            out[..., past] += decays.mul_(self.query[:, own, group] @ self.key[:, past, group].mT)
+            products = row[..., heads] @ column[..., heads].mT  # (B, R, L')
+            scores = self.query[:, late, group] @ self.key[:, early, group].mT
+            out[..., early] += products.mul_(scores)
         return out
 
-    def _of_tokens(self, part: slice) -> ScalarDecayHeads:
+    def _restricted_to(self, part: slice) -> ScalarDecayHeads:
         """Restrict the operator to neighboring tokens."""
         names = (name for name in self.roles if getattr(self, name) is not None)
         return self.changed(**{name: getattr(self, name)[:, part] for name in names})
@@ -210,11 +211,11 @@ class ScalarDecayHeads(ChunkedHeads):
         They are the sums over c of left[i, c] alpha[i, j] right[j, c].
         Heads of a group share q . k, which multiplies one sum over the group's channels.
         """
-        if not self._shared:
+        if not self._are_shared:
             return super()._sums_of_channels(left, rights, rows)
         if self.scale is not None:
             rights = [right * self.scale[..., None] for right in rights]
         out = self._zeros(len(rights), self.shape.batch, len(rows), rows.stop)
         decay = exponential(self.log_decay)
-        some = slice(rows.start, rows.stop)
-        return sums_over_groups(decay, self.query[:, some], self.key, left[:, some], rights, out)
+        part = slice(rows.start, rows.stop)
+        return sums_over_groups(decay, self.query[:, part], self.key, left[:, part], rights, out)

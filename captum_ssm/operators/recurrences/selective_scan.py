@@ -117,40 +117,40 @@ class SelectiveScan(FadingRecurrence):
             inputs[name] = vectors.reshape(stack * batch, own.shape[1], -1)
         with torch.enable_grad():
             leaves = {name: t.detach().requires_grad_() for name, t in inputs.items()}
-            each = (t.chunk(groups, -1) for t in (leaves["x"], leaves["dt"], self.a.T))
-            pairs = (leaves[name].chunk(groups, -1) for name in ("B", "C"))
-            out = list[Tensor]()  # of each group of heads, which share B and C
-            for x, dt, rates, b, c in zip(*each, *pairs, strict=True):
+            by_channel = (t.chunk(groups, -1) for t in (leaves["x"], leaves["dt"], self.a.T))
+            by_state = (leaves[name].chunk(groups, -1) for name in ("B", "C"))
+            out_of_groups = list[Tensor]()  # of each group of heads, which share B and C
+            for x, dt, rates, b, c in zip(*by_channel, *by_state, strict=True):
                 scanned = selective_scan(x.mT, dt.mT, rates.T, b.mT, c.mT)
                 assert isinstance(scanned, Tensor)
-                out.append(scanned.mT)
-            whole = torch.cat(out, -1) if groups > 1 else out[0]
+                out_of_groups.append(scanned.mT)
+            outputs = torch.cat(out_of_groups, -1) if groups > 1 else out_of_groups[0]
 
         def pull(gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            up = gradient.reshape(whole.shape)
-            found = torch.autograd.grad(whole, list(leaves.values()), up, retain_graph=True)
-            of = dict(zip(leaves, found, strict=True))
+            up = gradient.reshape(outputs.shape)
+            of_leaves = torch.autograd.grad(outputs, list(leaves.values()), up, retain_graph=True)
+            gradients = dict(zip(leaves, of_leaves, strict=True))
             for name, own in (("B", self.b), ("C", self.c)):
-                of[name] = of[name].view(stack, *own.shape).sum(0)
-            return of.pop("x").view(values.shape), of
+                gradients[name] = gradients[name].view(stack, *own.shape).sum(0)
+            return gradients.pop("x").view(values.shape), gradients
 
-        return whole.detach().view(values.shape), pull
+        return outputs.detach().view(values.shape), pull
 
     def _vjp_on_gpu(
         self, values: Tensor, coefficients: Mapping[str, Tensor]
     ) -> tuple[Tensor, Pull]:
         """Compute :meth:`vjp` with the GPU kernels of :mod:`.fused_scan`."""
-        x, owns = values.detach().squeeze(-1), {"B": self.b, "C": self.c}
-        each = (coefficients.get(name, own[None]).detach() for name, own in owns.items())
+        x, own = values.detach().squeeze(-1), {"B": self.b, "C": self.c}
+        stacked = (coefficients.get(name, t[None]).detach() for name, t in own.items())
         # one for each vector and group, (S, B, L, G, N)
-        b, c = (t[..., None, :] if t.dim() == 4 else t for t in each)
+        b, c = (t[..., None, :] if t.dim() == 4 else t for t in stacked)
 
         def pull(gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             up = gradient.detach().squeeze(-1).expand(x.shape)
             of_dt, *of_shared, of_x = fused_scan.gradients(self.dt, self.a, b, c, x, up)
-            pairs = zip(owns.items(), of_shared, strict=True)
-            found = {name: of.view(own.shape) for (name, own), of in pairs}
-            return of_x[..., None], {"dt": of_dt, **found}
+            pairs = zip(own.items(), of_shared, strict=True)
+            of_vectors = {name: gradient.view(t.shape) for (name, t), gradient in pairs}
+            return of_x[..., None], {"dt": of_dt, **of_vectors}
 
         return fused_scan.run(self.dt, self.a, b, c, x, transposed=False)[..., None], pull
 
@@ -163,60 +163,62 @@ class SelectiveScan(FadingRecurrence):
             return fused_scan.run(*coefficients, stacked, transposed=transposed).view(x.shape)
         out = x.new_empty(stacked.shape)
         elements = len(out) * self.shape.batch * self.a.numel()  # of the states of a token
-        most = min(_SCAN_TOKENS, max(_SCAN_LEAST, _SCAN_ELEMENTS // elements))
-        steps = ScanSteps(self, len(out), min(most, tokens), transposed)
+        longest = min(_SCAN_TOKENS, max(_SCAN_LEAST, _SCAN_ELEMENTS // elements))
+        steps = ScanSteps(self, len(out), min(longest, tokens), transposed)
         steps(stacked, slice(0, tokens), out)
         return out.view(x.shape)
 
     # --- its matrices ----------------------------------------------------------------------
 
-    def _by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
+    def _strip_by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
         """Return :meth:`entries` per head (B, H, R, W); each is an example with N channels."""
         heads, tokens = self.shape.heads, self.shape.tokens
         b, c = (vectors_of_heads(x, heads).transpose(1, 2) for x in (self.b, self.c))
         dt = self.dt.transpose(1, 2)[..., None]  # (B, H, L, 1)
-        lags, none = lags_of(band), dt.new_zeros(1, 1, 1, 1)
+        lags, zero = lags_of(band), dt.new_zeros(1, 1, 1, 1)
         row = left.expand(self.shape).transpose(1, 2)
-        factors = [band.get(lag, none).expand(self.shape).transpose(1, 2) for lag in lags]
+        factors = [band.get(lag, zero).expand(self.shape).transpose(1, 2) for lag in lags]
         rate = BINARY * self.a[:, None]
 
-        def columns(some: slice) -> list[Tensor]:
-            keys = dt[:, :, some] * b[:, :, some]
-            return [(x[:, :, some] * keys).flatten(0, 1) for x in factors]  # (B H, T, N)
+        def columns(part: slice) -> list[Tensor]:
+            keys = dt[:, :, part] * b[:, :, part]
+            return [(x[:, :, part] * keys).flatten(0, 1) for x in factors]  # (B H, T, N)
 
         block = Block(
-            lambda: (row * c)[:, :, rows.start : rows.stop].flatten(0, 1),
-            columns,
-            lambda some: (dt[:, :, some] * rate).exp2_().flatten(0, 1),
+            rows=lambda: (row * c)[:, :, rows.start : rows.stop].flatten(0, 1),
+            columns=columns,
+            decays=lambda part: (dt[:, :, part] * rate).exp2_().flatten(0, 1),
         )
         strip = semiseparable_strip([block], self.shape.batch * heads, tokens, rows, lags)
         return strip._replace(entries=torch.unflatten(strip.entries, 0, (-1, heads)))
 
     def _blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[Block]:
         heads, states = self.a.shape
-        own, until, scratch = slice(rows.start, rows.stop), slice(rows.stop), Scratch(self.dt)
-        none = self.dt.new_zeros(1, 1, 1, 1)
-        given = [self.dt[:, until], left.expand(self.shape)[:, own, :, 0]]
+        own, read, scratch = slice(rows.start, rows.stop), slice(rows.stop), Scratch(self.dt)
+        zero = self.dt.new_zeros(1, 1, 1, 1)
+        factors = [self.dt[:, read], left.expand(self.shape)[:, own, :, 0]]
         for lag in lags_of(band):
-            given.append(band.get(lag, none).expand(self.shape)[:, until, :, 0])
+            factors.append(band.get(lag, zero).expand(self.shape)[:, read, :, 0])
         width = block_width(self.shape.batch, rows, self.device)
-        for part, groups in _groups(heads, states, width, self.device):
+        for part, state_parts in _heads_and_states(heads, states, width, self.device):
             # contiguous, because a factor common to all channels would be multiplied one by one
             dt, row, *columns = (
                 scratch(("of heads", i), *x[..., part].shape).copy_(x[..., part])
-                for i, x in enumerate(given)
+                for i, x in enumerate(factors)
             )
             columns = [x.mul_(dt) for x in columns]
-            pair = self.b[:, until], self.c[:, own]
+            pair = self.b[:, read], self.c[:, own]
             b, c = (vectors_of_heads(x, heads, part).mT for x in pair)  # (B, T, N, 1 or h)
-            elapsed = cache(partial(_elapsed, dt))
-            for some in groups:
-                rate = (BINARY * self.a[part, some].T).contiguous()  # (n, h)
+            elapsed = cache(partial(_elapsed_after, dt))  # the same for all states
+            for n in state_parts:
+                rate = (BINARY * self.a[part, n].T).contiguous()  # (n, h)
                 outer = partial(_outer, scratch)
-                yield _block(outer, row, columns, dt, elapsed, rate, b[:, :, some], c[:, :, some])
+                yield _block_of_pairs(
+                    outer, row, columns, dt, elapsed, rate, b[:, :, n], c[:, :, n]
+                )
 
 
-def _block(
+def _block_of_pairs(
     outer: Callable[[Hashable, Tensor, Tensor], Tensor],
     row: Tensor,
     columns: Sequence[Tensor],
@@ -233,21 +235,21 @@ def _block(
         row: row factors of the heads (B, R, h).
         columns: column factors of the heads times step sizes, for each lag (B, L, h).
         dt: the heads' step sizes (B, L, h).
-        elapsed: function that returns :func:`_elapsed` of tokens ``start`` to ``stop``.
+        elapsed: function that returns :func:`_elapsed_after` of tokens ``start`` to ``stop``.
         rate: exponents of the decays per step size (n, h).
         b: input vectors of the heads and states (B, L, n, 1 or h).
         c: output vectors of the rows (B, R, n, 1 or h).
     """
     return Block(
-        lambda: outer("row", row, c),
-        lambda some: [outer(i, x[:, some], b[:, some]) for i, x in enumerate(columns)],
-        lambda some: outer("decay", dt[:, some], rate).exp2_(),
-        lambda some: outer("decay", elapsed(some.start, some.stop), rate).exp2_(),
+        rows=lambda: outer("row", row, c),
+        columns=lambda part: [outer(i, x[:, part], b[:, part]) for i, x in enumerate(columns)],
+        decays=lambda part: outer("decay", dt[:, part], rate).exp2_(),
+        after=lambda part: outer("decay", elapsed(part.start, part.stop), rate).exp2_(),
     )
 
 
-def _elapsed(dt: Tensor, start: int, stop: int) -> Tensor:
-    """Return the sum of the step sizes after each token of a slice, (B, T, h)."""
+def _elapsed_after(dt: Tensor, start: int, stop: int) -> Tensor:
+    """Return the sum of the slice's step sizes after each token, (B, T, h)."""
     sums = doubled(dt[:, start:stop].mT).cumsum(-1)
     return (sums[..., -1:] - sums).to(dt).mT.contiguous()
 
@@ -258,14 +260,15 @@ def _outer(scratch: Scratch, name: Hashable, channels: Tensor, states: Tensor) -
     return torch.mul(channels[:, :, None], states, out=out).flatten(2)
 
 
-def _groups(
+def _heads_and_states(
     heads: int, states: int, width: int, device: torch.device
 ) -> Iterator[tuple[slice, list[slice]]]:
     """Yield a slice of heads and slices of states; each pair of slices is a block of ``width``."""
     # number of columns of a factor, each a head and a state, that fit into memory and cache
     width = min(at_a_time(_TREE_MOST, device), width)
-    each = even_size(heads, width)
-    some = min(states, max(1, width // each))
-    for head in range(0, heads, each):
-        groups = [slice(state, min(state + some, states)) for state in range(0, states, some)]
-        yield slice(head, min(head + each, heads)), groups
+    head_count = even_size(heads, width)
+    state_count = min(states, max(1, width // head_count))
+    for head in range(0, heads, head_count):
+        starts = range(0, states, state_count)
+        state_parts = [slice(start, min(start + state_count, states)) for start in starts]
+        yield slice(head, min(head + head_count, heads)), state_parts

@@ -75,10 +75,10 @@ class VectorDecayHeads(ChunkedHeads):
         self.shape = Shape(batch, tokens, heads, per_head)
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        rows = [self.query], [self.key], self.log_decay
-        found = gradients(*rows, [values], [gradient], self.bonus)
-        of_rows = *found.queries, *found.keys, found.log_decay
-        return found.values[0], dict(zip(self.roles, of_rows, strict=True))
+        factors = [self.query], [self.key], self.log_decay
+        result = gradients(*factors, [values], [gradient], self.bonus)
+        of_factors = *result.queries, *result.keys, result.log_decay
+        return result.values[0], dict(zip(self.roles, of_factors, strict=True))
 
     # --- reads, writes, carry --------------------------------------------------------------
 
@@ -88,34 +88,36 @@ class VectorDecayHeads(ChunkedHeads):
             (within,), (reads,), writes, total = decayed_from_logs(logs, [q], k)
             return Chunk(part, within, reads, writes, total.mT)
         # a token reads the state before its step, like a query of the token before
-        (late,), (read_late,), writes, total = decayed_from_logs(logs, [F.pad(q, (0, 0, -1, 1))], k)
-        own = torch.diag_embed((q * self.bonus[:, None, None] * k).sum(-1))
-        reads = torch.cat([q[..., :1, :], read_late[..., :-1, :]], -2)
-        return Chunk(part, F.pad(late, (0, 0, 1, -1)) + own, reads, writes, total.mT)
+        late_q = F.pad(q, (0, 0, -1, 1))
+        (from_earlier,), (late_reads,), writes, total = decayed_from_logs(logs, [late_q], k)
+        diagonal = torch.diag_embed((q * self.bonus[:, None, None] * k).sum(-1))
+        reads = torch.cat([q[..., :1, :], late_reads[..., :-1, :]], -2)
+        return Chunk(part, F.pad(from_earlier, (0, 0, 1, -1)) + diagonal, reads, writes, total.mT)
 
     def _keys(self, part: slice) -> Tensor:
         return self.key[:, part]
 
-    def _late_queries(self, part: slice) -> Tensor:
+    def _state_queries(self, part: slice) -> Tensor:
         """Return the query that reads the state after each token.
 
         With a bonus a token reads the state before its step, so it is the next token's query.
         """
         if self.bonus is None:
             return self.query[:, part]
-        late = self.query[:, part.start + 1 : part.stop + 1]
+        next_queries = self.query[:, part.start + 1 : part.stop + 1]
         if part.stop < self.shape.tokens:
-            return late
-        return torch.cat([late, torch.zeros_like(self.query[:, :1])], 1)  # there is no next query
+            return next_queries
+        none = torch.zeros_like(self.query[:, :1])  # after the last token there is no query
+        return torch.cat([next_queries, none], 1)
 
-    def _own(self, bonus: Tensor) -> Tensor:
+    def _own_weights(self, bonus: Tensor) -> Tensor:
         """Return the weight of each token's value in the token's own output, (B, L, H, 1)."""
-        own, scratch = [], Scratch(self.key)
+        weights, scratch = [], Scratch(self.key)
         for part in self._parts(1):
             query = self.query[:, part]
             products = torch.mul(query, bonus, out=scratch("products", *query.shape))
-            own.append(products.mul_(self.key[:, part]).sum(-1, keepdim=True))
-        return torch.cat(own, 1)
+            weights.append(products.mul_(self.key[:, part]).sum(-1, keepdim=True))
+        return torch.cat(weights, 1)
 
     # --- the map and its adjoint, where few vectors are mapped -----------------------------
 
@@ -123,16 +125,16 @@ class VectorDecayHeads(ChunkedHeads):
         if not few_vectors(x):
             return super()._run(x, transposed)
         if self.bonus is None:
-            return self._by_state(x, transposed)
-        # with a bonus a token reads the state before its own step: _by_state reads each state with
-        # the next token's query, and the result moves on by one token
+            return self._run_by_states(x, transposed)
+        # with a bonus a token reads the state before its own step: _run_by_states reads each state
+        # with the next token's query, and the result moves on by one token
         if transposed:
-            others = self._by_state(shift_tokens(x, -1), transposed)
+            from_earlier = self._run_by_states(shift_tokens(x, -1), transposed)
         else:
-            others = shift_tokens(self._by_state(x, transposed), 1)
-        return torch.addcmul(others, self._own(self.bonus), x)
+            from_earlier = shift_tokens(self._run_by_states(x, transposed), 1)
+        return torch.addcmul(from_earlier, self._own_weights(self.bonus), x)
 
-    def _by_state(self, v: Tensor, transposed: bool) -> Tensor:
+    def _run_by_states(self, v: Tensor, transposed: bool) -> Tensor:
         """Return alpha v, or alpha-transposed v, without the bonus, from the states of all tokens.
 
         For few vectors this costs less than the matrices within chunks.
@@ -146,16 +148,16 @@ class VectorDecayHeads(ChunkedHeads):
             return exponential(logs, scratch(("decays", logs.shape[1]), *logs.shape)).flatten(2)
 
         steps = FadingSteps(decays, self.key, transposed)
-        keys_of, queries_of = self._keys, self._late_queries
+        keys_of, queries_of = self._keys, self._state_queries
         if transposed:
             keys_of, queries_of = queries_of, keys_of
         for part in self._parts(len(x), backwards=transposed):
             keys = keys_of(part)
             states = scratch("states", len(x), *keys.shape[:2], keys[0, 0].numel())
-            by_head = torch.unflatten(states, -1, keys.shape[2:])
-            torch.mul(x[:, :, part, :, None], keys, out=by_head)
+            states_by_head = torch.unflatten(states, -1, keys.shape[2:])
+            torch.mul(x[:, :, part, :, None], keys, out=states_by_head)
             steps(states, part, states)
-            out[:, :, part] = by_head.mul_(queries_of(part)).sum(-1)
+            out[:, :, part] = states_by_head.mul_(queries_of(part)).sum(-1)
         out = torch.unflatten(out, 0, (-1, v.shape[-1])).movedim(1, -1)
         return out.reshape(v.shape).contiguous()
 
@@ -175,7 +177,7 @@ class VectorDecayHeads(ChunkedHeads):
         if self.bonus is None:
             return states.entries(row, {0: column}, rows).full(rows.stop)
         one = self._ones(states.shape.heads, 1, 1)
-        late = Chain(ShortConv(one, states.shape, lags=(1,)), states)
-        own = Diagonal(self._own(self.bonus), self.shape._replace(per_head=1))
-        found = late.entries(row, {0: column}, rows)
-        return own.added_to(found, left[..., None], {0: right[..., None]}).full(rows.stop)
+        shifted = Chain(ShortConv(one, states.shape, lags=(1,)), states)
+        diagonal = Diagonal(self._own_weights(self.bonus), self.shape._replace(per_head=1))
+        strip = shifted.entries(row, {0: column}, rows)
+        return diagonal.added_to(strip, left[..., None], {0: right[..., None]}).full(rows.stop)
