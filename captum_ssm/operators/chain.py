@@ -165,7 +165,7 @@ class Chain(Composite):
                 factors = shift_tokens((left * weight).expand(self.shape), -lag)
                 strips.append(core.entries(factors, inner, earlier, by_head).moved(lag, 0, tokens))
         if not strips:  # the rows only read tokens beyond the ends
-            size = self.shape[:3:2] if by_head else self.shape[:1]
+            size = self.shape[:3:2] if by_head else self.shape[:1]  # (B, H) or (B,)
             return Strip(self._zeros(*size, len(rows), 0), rows, range(0))
         return sum_strips(strips, rows)
 
@@ -185,7 +185,7 @@ class Chain(Composite):
             outer_parts.append(middle.pop(0))
         for part in reversed(outer_parts):  # from the innermost outwards
             combined = part.after_band(outer)
-            outer = outer if combined is None else combined
+            outer = outer if combined is None else combined  # never None, as tested above
         return outer, middle, {lag: factor.expand(self.shape) for lag, factor in inner.items()}
 
 
@@ -213,7 +213,7 @@ def _mean_of_channels(parts: Sequence[Operator], x: Tensor, transposed: bool) ->
     shape = parts[0].shape
     acting = list(parts if transposed else parts[::-1])
     differing = [i for i, part in enumerate(acting) if not _maps_channels_alike(part)]
-    # the mean over channels of one diagonal between such parts is a diagonal
+    # a single diagonal among parts that map channels alike: its mean over channels suffices
     if len(differing) == 1 and isinstance(only := acting[differing[0]], Diagonal):
         acting[differing.pop()] = only.mean_of_channels()
     x = x[..., None, None].expand(*shape[:3], 1)

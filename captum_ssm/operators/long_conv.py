@@ -1,9 +1,4 @@
-"""Convolutions over the whole sequence, as in S4D and DSS, and between gates in GSS and Hyena.
-
-    y[t] = sum over k of kernel[k] x[t - k],   so that   alpha[i, j] = kernel[i - j],   j <= i
-
-The matrix is the same for every input (hidden-attention paper, appendix C).
-"""
+"""Convolutions over the whole sequence, as in S4D and DSS, and between gates in GSS and Hyena."""
 
 from __future__ import annotations
 
@@ -83,9 +78,9 @@ class LongConv(Operator):
         """Return ``rows`` of left[i, c] alpha_c[i, j] right[j, c], summed over channels c."""
         # no column is further back than the kernel reaches
         columns = range(max(0, rows.start - self.kernel.shape[-1] + 1), rows.stop)
-        if right.shape[1] == 1:
+        if right.shape[1] == 1:  # all columns share their factors
             entries = self._toeplitz(left * right, rows, columns)
-        elif left.shape[1] == 1:
+        elif left.shape[1] == 1:  # all rows do
             entries = self._toeplitz(left * right, rows, columns, by_column=True)
         else:
             factors = left.expand(self.shape), right.expand(self.shape)
@@ -139,14 +134,13 @@ class LongConv(Operator):
     def _toeplitz(
         self, weight: Tensor, rows: range, columns: range, by_column: bool = False
     ) -> Tensor:
-        """Sum weight[i, c] kernel_c[i - j] over channels c; weight[j, c] if ``by_column``."""
+        """Sum weight[i, c] kernel_c[i - j] over c, (B, R, W); weight[j, c] if ``by_column``."""
         batch, _, heads, per_head = self.shape
         weighted = columns if by_column else rows
         if weight.shape[1] > 1:
             weight = weight[:, weighted.start : weighted.stop]
-        by_lag = self._weighted_kernel(
-            weight.expand(-1, -1, heads, per_head)
-        )  # (B or 1, R or W or 1, K)
+        weight = weight.expand(-1, -1, heads, per_head)
+        by_lag = self._weighted_kernel(weight)  # (B or 1, R or W or 1, K)
         by_lag = by_lag.expand(batch, len(weighted), -1)
         row, column = (torch.arange(x.start, x.stop, device=self.device) for x in (rows, columns))
         lag = row - column[:, None] if by_column else row[:, None] - column
@@ -174,8 +168,8 @@ class LongConv(Operator):
             products = memory[: torch.Size(size).numel()].view(size)
             row, column = left[:, first : rows.stop], right[:, first - lag : rows.stop - lag]
             torch.mul(row, column, out=products)
-            diagonal = out[:, first - rows.start :, first - lag - columns.start :]
-            diagonal.diagonal(0, 1, 2)[:, : size[1]].copy_(products.flatten(2) @ weight)
+            corner = out[:, first - rows.start :, first - lag - columns.start :]
+            corner.diagonal(0, 1, 2)[:, : size[1]].copy_(products.flatten(2) @ weight)
         return out
 
 

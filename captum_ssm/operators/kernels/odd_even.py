@@ -75,7 +75,7 @@ class FadingSteps:
                 before, after = (first, second)[::sign]
                 after.addcmul_(factor, before)
             return
-        take, odd, even = self._every_second, tokens // 2, (tokens - 1) // 2  # from 1, from 2 on
+        take, odd, even = self._every_second, tokens // 2, (tokens - 1) // 2  # 1, 3, ...; 2, 4, ...
         ends = take(y, 1, odd)
         ends.addcmul_(take(decay, 0, odd), take(y, 0, odd))
         joined = self._scratch(tokens, decay.shape[0], odd - 1, decay.shape[2])

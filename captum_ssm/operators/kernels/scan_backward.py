@@ -172,11 +172,9 @@ class _Scan(torch.autograd.Function):
             torch.mul(C[part, :, :, None], of_out[:, :, None], out=of_states)
             passed = passed_memory[: len(decays)]
             tensors = chunks.stacked(of_states), decays[:, None], passed
-            for of_state, decay, of_before in zip(
-                *(x.unbind()[::-1] for x in tensors), strict=True
-            ):
+            for of_state, decay, target in zip(*(x.unbind()[::-1] for x in tensors), strict=True):
                 of_state.add_(carried)
-                carried = torch.mul(of_state, decay, out=of_before)
+                carried = torch.mul(of_state, decay, out=target)
             carried = carried.clone()
             _times_columns(of_states, written, into=grad_B[part])
             of_written = _times_rows(keys, of_states, into=torch.empty_like(written))

@@ -142,6 +142,7 @@ def tiles(
             row_factors = reads[..., _counted_from(rows, start), :]
             column_factors = writes[..., _counted_from(columns, start), :]
             yield Submatrix(_counted_from(rows, start), columns, row_factors, column_factors)
+            # only if later tiles use them
             if length < horizon and (earlier is not None or len(spans) > 2):
                 _times_carry(row_factors, before)
             if length < horizon and len(spans) > 2:
@@ -383,11 +384,10 @@ class Block(NamedTuple):
             read_from = max(0, chunk_start - max(1, reach))
             tokens = slice(read_from, chunk_stop)
             after = _decays_after(self.decays(tokens)) if self.after is None else self.after(tokens)
-            total = after[
-                :, max(0, chunk_start - read_from - 1), :, None
-            ]  # any if no chunk is before
+            extra = chunk_start - read_from
+            total = after[:, max(0, extra - 1), :, None]  # unused if no token is before the chunk
             *shorter_lags, writes = (x.mul_(after) for x in self.columns(tokens))
-            writes = writes[:, chunk_start - read_from :]
+            writes = writes[:, extra:]
             # columns of shorter lags were written ``delay`` tokens before they were complete
             for delay, column in enumerate(reversed(shorter_lags), 1):
                 first = min(chunk_stop, max(chunk_start, read_from + delay))

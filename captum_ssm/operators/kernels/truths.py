@@ -48,7 +48,7 @@ _doubted: ContextVar[bool] = ContextVar("captum_ssm_doubted", default=False)
 
 def read_together(call: Callable[[], T]) -> T:
     """Return ``call()``; read its noted checks at the end, and repeat the call if one failed."""
-    if _noted.get() is not None or _doubted.get():
+    if _noted.get() is not None or _doubted.get():  # part of such a call, or of a repeated one
         return call()
     noted: list[_Noted | Tensor] = []
     noted_token, read_token = _noted.set(noted), _already_read.set({})
@@ -119,13 +119,13 @@ def nonzero_range(weights: Tensor) -> range:
     tokens = weights.shape[-1]
     # where the ranges of this query ended that were read so far; read_once returns the same list
     ends: list[int] = read_once(("reached", tokens), list) if are_noted(weights) else []
-    queried = _already_read.get({}).pop(("queried", tokens), None) if are_noted(weights) else None
-    if queried is not None:  # the first weights of a query, whose tokens the CPU knows
-        tokens_read: range = queried[0]
+    query = _already_read.get({}).pop(("queried", tokens), None) if are_noted(weights) else None
+    if query is not None:  # the first weights of a query, whose tokens the CPU knows
+        tokens_read: range = query[0]
         ends.append(tokens_read.stop)
         return tokens_read
     nonzero = weights.ne(0).reshape(-1, tokens).any(0)
-    if ends and ("later", tokens) in _already_read.get({}):
+    if ends and ("later", tokens) in _already_read.get({}):  # read by looks_ahead
         return range(tokens if looks_ahead(nonzero, ends[0]) else ends[0])
     if len(ends) < _LOOKS:
         flags = nonzero.tolist()

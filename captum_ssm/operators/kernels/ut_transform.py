@@ -32,7 +32,7 @@ from torch import Tensor
 
 from .arithmetic import exponential
 from .chunks import Chunk
-from .within_chunk import Decays, decayed_from_logs
+from .within_chunk import Decays, decayed_by_logs
 
 
 def delta_chunk(
@@ -67,9 +67,7 @@ def delta_chunk(
         # e reads the state before a token's decay, like a query of the token before
         rows, by_column = [query, erase if decayed else F.pad(erase, (0, 0, -1, 1))], []
         for x in columns:
-            (q_gram, e_gram), (q_since, e_since), until, total = decayed_from_logs(
-                log_decay, rows, x
-            )
+            (q_gram, e_gram), (q_since, e_since), until, total = decayed_by_logs(log_decay, rows, x)
             by_column.append((q_gram, e_gram if decayed else _next_row(e_gram), until))
         if not decayed:
             e_since = torch.cat([erase[..., :1, :], e_since[..., :-1, :]], -2)

@@ -77,9 +77,9 @@ def _decays_between(decay: Tensor) -> Tensor:
             out=products[..., known:, first_known - new : first_known],
         )
         known += new
-    # move each row to the left by its distance from the last row
-    rows = *products.stride()[:-2], max(1, last), 1
-    return products.as_strided(products.shape, rows, last)
+    # a row stride of T - 1 moves row i to the left by T - 1 - i entries
+    strides = *products.stride()[:-2], max(1, last), 1
+    return products.as_strided(products.shape, strides, last)
 
 
 # --- sums of products with row and column factors ----------------------------------------------
@@ -101,7 +101,7 @@ class Decayed(NamedTuple):
     total: Tensor
 
 
-def decayed_from_logs(log_decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decayed:
+def decayed_by_logs(log_decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Decayed:
     """Return products of row factors, column factors and the decays between their tokens.
 
     Args:

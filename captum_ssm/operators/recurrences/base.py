@@ -95,7 +95,7 @@ class Recurrent(Coefficients):
         raise NotImplementedError
 
 
-#: A band whose lags span at least this number is split into single lags.
+#: A band whose lags span more than this number is split into single lags.
 TREE_LAGS = 16
 
 

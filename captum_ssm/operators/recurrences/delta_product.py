@@ -1,10 +1,4 @@
-"""Several steps of the delta rule at every token: Gated DeltaProduct.
-
-    S = decay[t] S,   then for each step m:   S += beta[t, m] k[t, m] (v[t, m] - k[t, m] . S)
-    y[t] = q[t] . S
-
-Each step has separate heads for its values; the sum of these heads' outputs is y.
-"""
+"""Several steps of the delta rule at every token: Gated DeltaProduct."""
 
 from __future__ import annotations
 

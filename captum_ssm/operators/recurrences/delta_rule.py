@@ -153,7 +153,8 @@ class DeltaRule(ChunkedHeads):
             of_subtract_values = along_subtract.transpose(gradient)
             writes = [(key, values), (subtract, -readings)]
         # for fixed readings e . S, outputs and readings are linear attention over all writes, with
-        # the queries and the erasing keys as queries
+        # the queries and the erasing keys as queries; a reading's gradient is minus the gradient of
+        # a value that is added along f
         reads = [(self.query, gradient), (erase_query, -shift_tokens(of_subtract_values, -1))]
         of_queries, of_keys, of_logs = self._attention_gradients(reads, writes)
         (of_query, of_erase_query), (of_key, *of_subtract) = of_queries, of_keys

@@ -1,9 +1,4 @@
-"""Recurrences with one decay per token and channel: RG-LRU and HGRN, and WKV built from these.
-
-    y[t] = a[t] y[t-1] + x[t],   so that   alpha[i, j] = product of a[j+1..i]
-
-(unified paper, eq. 16).  A decay of exactly zero is a hard reset.
-"""
+"""Recurrences with one decay per token and channel: RG-LRU and HGRN, and WKV built from these."""
 
 from __future__ import annotations
 

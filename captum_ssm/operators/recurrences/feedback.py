@@ -1,9 +1,7 @@
 """A recurrence whose output is added to its next input: sLSTM.
 
-    c[t] = decay[t] c[t-1] + write[t] (v[t] + R y[t-1]),      y[t] = gate[t] c[t]
-
-All factors are per channel, and R is a P x P matrix per head.  The channels of a head mix at every
-step, so the map from token j to token i is a P x P matrix per head.
+The channels of a head mix at every step, so the map from token j to token i is a P x P matrix per
+head.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Linear attention with one decay per head: Mamba-2, RetNet, lightning attention, mLSTM.
-
-    alpha_h[i, j] = q[i] . k[j] (product of decays j+1..i) scale[j],   j <= i
-
-Groups of heads may share queries and keys.
-"""
+"""Linear attention with one decay per head: Mamba-2, RetNet, lightning attention, mLSTM."""
 
 from __future__ import annotations
 
@@ -172,7 +167,7 @@ class ScalarDecayHeads(ChunkedHeads):
         for group, heads in enumerate(self._groups()):
             decay, row, column = (x[..., heads] for x in (exponential(self.log_decay), left, right))
             block = block_of(row[:, rows.start : rows.stop], [column], decay)
-            strip = semiseparable_strip([block], batch, tokens, rows)
+            strip = semiseparable_strip([block], batch, tokens, rows)  # without q . k
             q, k = self.query[:, :, group], self.key[:, :, group].mT
             for part in slices(rows, _ROWS):  # columns after them are zero
                 own, columns = slice(part.start - rows.start, part.stop - rows.start), part.stop

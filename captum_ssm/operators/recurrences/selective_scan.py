@@ -1,10 +1,5 @@
 """The selective scan of Mamba-1, with a separate decay for every channel and state index.
 
-    h[t] = exp(dt[t] A) h[t-1] + dt[t] B[t] x[t],      y[t] = C[t] . h[t]
-
-so that alpha[i, j] = sum over n of C[i, n] exp(A[n] sum of dt[j+1..i]) dt[j] B[j, n]
-(hidden-attention paper, eqs. 14 and 17).
-
 Read ``__init__``, ``tensors``, ``select`` and ``at`` first; the other methods are fast algorithms.
 ``apply`` and ``transpose`` are in :mod:`.base` and call ``_run``.  Rows are computed from the
 factors that ``_blocks`` yields.
@@ -103,8 +98,9 @@ class SelectiveScan(FadingRecurrence):
         return SelectiveScan(named["dt"], self.a, named["B"], named["C"], self.component)
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        of_values, found = self.vjp(values[None], {})[1](gradient[None])
-        return of_values[0], found
+        _, pull = self.vjp(values[None], {})
+        of_values, of_coefficients = pull(gradient[None])
+        return of_values[0], of_coefficients
 
     def vjp(self, values: Tensor, coefficients: Mapping[str, Tensor]) -> tuple[Tensor, Pull]:
         if values.is_cuda and fused_scan.serves(self):
@@ -194,11 +190,11 @@ class SelectiveScan(FadingRecurrence):
 
     def _blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[Block]:
         heads, states = self.a.shape
-        own, read, scratch = slice(rows.start, rows.stop), slice(rows.stop), Scratch(self.dt)
+        own, sources, scratch = slice(rows.start, rows.stop), slice(rows.stop), Scratch(self.dt)
         zero = self.dt.new_zeros(1, 1, 1, 1)
-        factors = [self.dt[:, read], left.expand(self.shape)[:, own, :, 0]]
+        factors = [self.dt[:, sources], left.expand(self.shape)[:, own, :, 0]]
         for lag in lags_of(band):
-            factors.append(band.get(lag, zero).expand(self.shape)[:, read, :, 0])
+            factors.append(band.get(lag, zero).expand(self.shape)[:, sources, :, 0])
         width = block_width(self.shape.batch, rows, self.device)
         for part, state_parts in _heads_and_states(heads, states, width, self.device):
             # contiguous, because a factor common to all channels would be multiplied one by one
@@ -207,15 +203,13 @@ class SelectiveScan(FadingRecurrence):
                 for i, x in enumerate(factors)
             )
             columns = [x.mul_(dt) for x in columns]
-            pair = self.b[:, read], self.c[:, own]
+            pair = self.b[:, sources], self.c[:, own]
             b, c = (vectors_of_heads(x, heads, part).mT for x in pair)  # (B, T, N, 1 or h)
             elapsed = cache(partial(_elapsed_after, dt))  # the same for all states
+            block = partial(_block_of_pairs, partial(_outer, scratch), row, columns, dt, elapsed)
             for n in state_parts:
                 rate = (BINARY * self.a[part, n].T).contiguous()  # (n, h)
-                outer = partial(_outer, scratch)
-                yield _block_of_pairs(
-                    outer, row, columns, dt, elapsed, rate, b[:, :, n], c[:, :, n]
-                )
+                yield block(rate=rate, b=b[:, :, n], c=c[:, :, n])
 
 
 def _block_of_pairs(

@@ -1,9 +1,4 @@
-"""Linear attention with one decay per head and key channel: GLA, HGRN2, RWKV-6.
-
-    alpha_h[i, j] = q[i] . (products of decays j+1..i) k[j],   j <= i
-
-The N key channels of the state decay independently of each other.
-"""
+"""Linear attention with one decay per head and key channel: GLA, HGRN2, RWKV-6."""
 
 from __future__ import annotations
 
@@ -23,7 +18,7 @@ from ..kernels.bands import shift_tokens
 from ..kernels.chunks import Chunk, few_vectors, in_chunks
 from ..kernels.odd_even import FadingSteps
 from ..kernels.portions import at_a_time, even_size, parts
-from ..kernels.within_chunk import decayed_from_logs
+from ..kernels.within_chunk import decayed_by_logs
 from .base import ChunkedHeads
 from .elementwise import ElementwiseRecurrence
 
@@ -85,16 +80,17 @@ class VectorDecayHeads(ChunkedHeads):
     def chunk(self, part: slice, length: int) -> Chunk:
         q, k, logs = (in_chunks(x[:, part], length) for x in (self.query, self.key, self.log_decay))
         if self.bonus is None:
-            (within,), (reads,), writes, total = decayed_from_logs(logs, [q], k)
+            (within,), (reads,), writes, total = decayed_by_logs(logs, [q], k)
             return Chunk(part, within, reads, writes, total.mT)
         # a token reads the state before its step, like a query of the token before
         late_q = F.pad(q, (0, 0, -1, 1))
-        (from_earlier,), (late_reads,), writes, total = decayed_from_logs(logs, [late_q], k)
+        (from_earlier,), (late_reads,), writes, total = decayed_by_logs(logs, [late_q], k)
         diagonal = torch.diag_embed((q * self.bonus[:, None, None] * k).sum(-1))
         reads = torch.cat([q[..., :1, :], late_reads[..., :-1, :]], -2)
         return Chunk(part, F.pad(from_earlier, (0, 0, 1, -1)) + diagonal, reads, writes, total.mT)
 
     def _keys(self, part: slice) -> Tensor:
+        """Return the keys, which the adjoint exchanges with :meth:`_state_queries`."""
         return self.key[:, part]
 
     def _state_queries(self, part: slice) -> Tensor:
