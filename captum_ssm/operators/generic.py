@@ -24,7 +24,7 @@ from .kernels.rows import (
     per_example,
     unit_vectors,
 )
-from .reduction import Reduce, by_channel, by_head, goes_by_channel, reduce_channels
+from .reduction import Reduce, goes_by_channel, matrices_by_channel, mean_by_head, reduce_channels
 
 if TYPE_CHECKING:
     from .base import Operator, Pull
@@ -125,9 +125,9 @@ def dense(
         mean = one / (count * per_head)
         return operator.entries(mean, {0: one}, range(tokens)).full(tokens)
     if reduce == "heads":
-        return by_head(operator)
+        return mean_by_head(operator)
     if goes_by_channel(operator, reduce):
-        return by_channel(operator, reduce)
+        return matrices_by_channel(operator, reduce)
     return operator.rows(range(tokens), reduce)
 
 

@@ -71,7 +71,7 @@ def discard_smallest(ratio: float) -> Callable[[Tensor], Tensor]:
         >>> discard_smallest(0.5)(torch.tensor([1.0, 2.0, 3.0, 5.0]))
         tensor(4.)
     """
-    number: Any = ratio
+    number: Any = ratio  # callers may pass anything
     if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= ratio < 1:
         raise OptionError(f"ratio={ratio!r} is not in 0 <= ratio < 1. Pass a number such as 0.4.")
 
@@ -98,23 +98,23 @@ _PAIRWISE: dict[Reduce, tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], 
 
 
 def goes_by_channel(operator: Operator, reduce: Reduce) -> bool:
-    """Return True if :func:`by_channel` supports the reduction and is faster than rows."""
+    """Return True if :func:`matrices_by_channel` supports the reduction and is faster than rows."""
     is_supported = reduce is None or (isinstance(reduce, str) and reduce in _PAIRWISE)
     is_faster = operator.shape.per_head == 1 and any(leaf.quick_heads for leaf in operator.leaves())
     return is_supported and is_faster
 
 
-def by_channel(operator: Operator, reduce: Reduce) -> Tensor:
+def matrices_by_channel(operator: Operator, reduce: Reduce) -> Tensor:
     """Return the matrices (B, C, L, L) of an operator with P = 1, or their reduction (B, L, L)."""
     if reduce is None:
-        return by_head(operator)
+        return mean_by_head(operator)
     within, across = _PAIRWISE[reduce]
     one = torch.ones(1, 1, 1, 1, dtype=operator.dtype, device=operator.device)
     reduced = (within(sums_by_head(part, one, one), 1) for _, part in _blocks_of_heads(operator))
     return functools.reduce(across, reduced)
 
 
-def by_head(operator: Operator) -> Tensor:
+def mean_by_head(operator: Operator) -> Tensor:
     """Return the mean matrix of each head's channels (B, H, L, L), a few heads at a time."""
     batch, tokens, heads, per_head = operator.shape
     one = torch.ones(1, 1, 1, 1, dtype=operator.dtype, device=operator.device)

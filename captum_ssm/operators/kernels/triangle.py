@@ -73,7 +73,7 @@ class Submatrix(NamedTuple):
     reads: Tensor
     writes: Tensor | None
 
-    def of(self, heads: slice) -> Tensor:
+    def entries_of(self, heads: slice) -> Tensor:
         """Return the submatrices of some heads, (B, h, R, W)."""
         reads = self.reads[:, heads]
         return reads if self.writes is None else reads @ self.writes[:, heads].mT
@@ -94,7 +94,7 @@ def tiles_of(chunk_of: ChunkOf, rows: range, batch_heads: int) -> Iterator[Subma
 
     def chunks_backwards(tokens: range) -> Iterator[Chunk]:
         for part in reversed(list(runs_of_chunks(tokens, CHUNK, batch_heads))):
-            yield by_head(chunk_of(part, CHUNK))
+            yield expand_groups(chunk_of(part, CHUNK))
 
     of_rows = [*chunks_backwards(rows)][::-1]
     before = map(_as_one_chunk, chunks_backwards(range(rows.start))) if rows.start else None
@@ -133,7 +133,7 @@ def tiles(
     # writes, so that they refer to the state before and after the joined run
     while len(spans) > 1:
         joined_spans = []
-        for (first, before), (second, after) in zip(spans[::2], spans[1::2], strict=False):
+        for (first, carry0), (second, carry1) in zip(spans[::2], spans[1::2], strict=False):
             rows, columns, length = second, first, first.stop - first.start
             # entries of tokens further from the pair's border are below rounding
             if length >= horizon:
@@ -144,10 +144,10 @@ def tiles(
             yield Submatrix(_counted_from(rows, start), columns, row_factors, column_factors)
             # only if later tiles use them
             if length < horizon and (earlier is not None or len(spans) > 2):
-                _times_carry(row_factors, before)
+                _times_carry(row_factors, carry0)
             if length < horizon and len(spans) > 2:
-                _times_carry(column_factors, after if after.shape[-1] == 1 else after.mT)
-            joined_spans.append((slice(first.start, second.stop), _compose(after, before)))
+                _times_carry(column_factors, carry1 if carry1.shape[-1] == 1 else carry1.mT)
+            joined_spans.append((slice(first.start, second.stop), _compose(carry1, carry0)))
         spans = joined_spans + spans[2 * len(joined_spans) :]  # with an odd last run
     reads = reads[:, :, : int(min(horizon, reads.shape[2]))]
     for tokens, column_factors, carry in earlier or ():
@@ -161,7 +161,7 @@ def _by_token(parts: list[Tensor]) -> Tensor:
     return torch.cat(factors, 2) if len(factors) > 1 else factors[0]
 
 
-def by_head(chunk: Chunk) -> Chunk:
+def expand_groups(chunk: Chunk) -> Chunk:
     """Return the chunk with reads and writes per head (B, H, C, T, N).
 
     The G groups of heads may share reads and writes (B, G, C, T, N). What differs between the heads
@@ -219,7 +219,7 @@ def _compose(after: Tensor, before: Tensor) -> Tensor:
 def assemble(submatrices: Iterable[Submatrix], out: Tensor) -> Tensor:
     """Write the matrix of every head into ``out`` (B, H, L, L), which is zero, and return it."""
     for tile in submatrices:
-        out[..., tile.rows, tile.columns] = tile.of(slice(None))
+        out[..., tile.rows, tile.columns] = tile.entries_of(slice(None))
     return out
 
 
@@ -254,7 +254,7 @@ def sums_over_channels(
         size = max(1, at_a_time(_TILE_ELEMENTS, into.device) // into[0].numel())
         for first in range(0, left.shape[1], size):
             heads = slice(first, first + size)
-            row_factors, matrices = left[:, heads, tile.rows], tile.of(heads)
+            row_factors, matrices = left[:, heads, tile.rows], tile.entries_of(heads)
             for total, right in zip(into, rights, strict=True):
                 total += (row_factors @ right[:, heads, tile.columns].mT).mul_(matrices).sum(1)
     return out
@@ -368,7 +368,7 @@ class Block(NamedTuple):
     decays: Callable[[slice], Tensor]
     after: Callable[[slice], Tensor] | None = None
 
-    def earlier(self, stop: int, reach: int) -> Iterator[Earlier]:
+    def chunks_before(self, stop: int, reach: int) -> Iterator[Earlier]:
         """Yield chunks of the tokens before ``stop``, last chunk first.
 
         End early once every channel has decayed below rounding; each check waits for a GPU.
@@ -440,7 +440,7 @@ def semiseparable_strip(
         horizon = math.inf
         if len(rows) > 2 * _CHUNK and (len(rows) >= _LONG or not are_noted(decay)):
             horizon = _horizon(chunks[0].carry, _CHUNK)
-        earlier = block.earlier(rows.start, reach) if rows.start else None
+        earlier = block.chunks_before(rows.start, reach) if rows.start else None
         sum_over_heads(tiles(chunks, earlier, horizon), out)
     if out is None:
         raise ValueError("blocks is empty. Pass at least one block of factors (decays, U, V).")

@@ -83,7 +83,7 @@ def are_noted(x: Tensor) -> bool:
 
 
 def holds(truth: Tensor) -> bool:
-    """Return True if ``truth``, a tensor of one boolean, is true, or noted to be read later."""
+    """Return True if ``truth``, a tensor of one boolean, is true; a noted check counts as true."""
     return bool(truth) if not are_noted(truth) else at_most(~truth, 0.0)
 
 
@@ -169,12 +169,12 @@ def begin_query(tokens: int, query: range | None) -> None:
         results[("queried", tokens)] = query, None
 
 
-def at_most(number: Tensor, limit: float) -> bool:
-    """Return True if number <= limit (False for NaN), or if the check is noted to be read later."""
+def at_most(value: Tensor, limit: float) -> bool:
+    """Return True if value <= limit (False for NaN), or if the check is noted to be read later."""
     noted = _noted.get()
-    if noted is None or number.device.type == "cpu":
-        return bool(number <= limit)
-    noted.append(_Noted(number.detach(), limit))
+    if noted is None or value.device.type == "cpu":
+        return bool(value <= limit)
+    noted.append(_Noted(value.detach(), limit))
     return True
 
 

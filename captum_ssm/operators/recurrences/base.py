@@ -24,7 +24,7 @@ from ..kernels.triangle import (
     Block,
     Submatrix,
     assemble,
-    by_head,
+    expand_groups,
     semiseparable_strip,
     sum_over_heads,
     sums_over_channels,
@@ -165,7 +165,7 @@ class ChunkedHeads(Recurrent, HeadOperator):
         out = self._zeros(self.shape.batch, len(rows), rows.stop)
 
         def chunk(part: slice, length: int) -> Chunk:
-            return weigh(by_head(self.chunk(part, length)), *factors)
+            return weigh(expand_groups(self.chunk(part, length)), *factors)
 
         return sum_over_heads(tiles_of(chunk, rows, self.shape.batch * self.shape.heads), out)
 

@@ -152,5 +152,5 @@ class DeltaProduct(Coefficients):
 
     def _reduce_to_tokens(self, matrices: Tensor, rows: int) -> Tensor:
         """Reduce matrices over steps (..., R M, L M) to matrices over tokens (..., R, L)."""
-        read = torch.unflatten(matrices, -2, (rows, self.steps))[..., -1, :]
-        return self._by_token(read, -1).sum(-1)
+        last_steps = torch.unflatten(matrices, -2, (rows, self.steps))[..., -1, :]
+        return self._by_token(last_steps, -1).sum(-1)

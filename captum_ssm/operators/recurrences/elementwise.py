@@ -61,16 +61,16 @@ class ElementwiseRecurrence(FadingRecurrence):
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         of_values, states = self.transpose(gradient), self.apply(values)
-        before = shift_tokens(states, 1)
-        return of_values, {"decay": (of_values * before).squeeze(-1)}
+        previous_states = shift_tokens(states, 1)
+        return of_values, {"decay": (of_values * previous_states).squeeze(-1)}
 
     # --- the map and its adjoint -----------------------------------------------------------
 
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
         out = x.new_empty(x.shape[:-4].numel(), *self.shape[:3])
         steps = FadingSteps(lambda part: self.decay[:, part], self.decay, transposed)
-        most = self.shape.tokens if x.is_cuda else _TOKENS  # fewer launches
-        for part in parts(self.shape.tokens, most, transposed):
+        size = self.shape.tokens if x.is_cuda else _TOKENS  # fewer launches
+        for part in parts(self.shape.tokens, size, transposed):
             steps(x.squeeze(-1).reshape(out.shape)[:, :, part], part, out[:, :, part])
         return out.view(x.shape)
 

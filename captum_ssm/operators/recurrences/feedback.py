@@ -87,8 +87,8 @@ class FeedbackRecurrence(Recurrent):
             token: index of the token, at least 1, because the step uses the output before it.
         """
         decay, write = self.decay[:, token, ..., None], self.write[:, token, ..., None]
-        read = self.gate[:, token - 1, ..., None] * states
-        return decay * states + write * (self.feedback @ read)
+        output = self.gate[:, token - 1, ..., None] * states
+        return decay * states + write * (self.feedback @ output)
 
     def states(self, values: Tensor) -> Tensor:
         """Return the state c after each token (..., B, L, H, P)."""

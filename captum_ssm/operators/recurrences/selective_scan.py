@@ -108,9 +108,9 @@ class SelectiveScan(FadingRecurrence):
         stack, batch = values.shape[:2]
         groups = self.b.shape[2] if self.b.dim() == 4 else 1
         inputs = {"dt": self.dt, "x": values.flatten(0, 1).squeeze(-1)}  # by channel
-        for name, own in (("B", self.b), ("C", self.c)):
-            vectors = coefficients.get(name, own).expand(stack, *own.shape)
-            inputs[name] = vectors.reshape(stack * batch, own.shape[1], -1)
+        for name, unstacked in (("B", self.b), ("C", self.c)):
+            vectors = coefficients.get(name, unstacked).expand(stack, *unstacked.shape)
+            inputs[name] = vectors.reshape(stack * batch, unstacked.shape[1], -1)
         with torch.enable_grad():
             leaves = {name: t.detach().requires_grad_() for name, t in inputs.items()}
             by_channel = (t.chunk(groups, -1) for t in (leaves["x"], leaves["dt"], self.a.T))
@@ -126,8 +126,8 @@ class SelectiveScan(FadingRecurrence):
             up = gradient.reshape(outputs.shape)
             of_leaves = torch.autograd.grad(outputs, list(leaves.values()), up, retain_graph=True)
             gradients = dict(zip(leaves, of_leaves, strict=True))
-            for name, own in (("B", self.b), ("C", self.c)):
-                gradients[name] = gradients[name].view(stack, *own.shape).sum(0)
+            for name, unstacked in (("B", self.b), ("C", self.c)):
+                gradients[name] = gradients[name].view(stack, *unstacked.shape).sum(0)
             return gradients.pop("x").view(values.shape), gradients
 
         return outputs.detach().view(values.shape), pull
