@@ -19,7 +19,7 @@ from ..mixers.base import Call
 from ..tracing import Layer, Mixer, find_mixers
 from ..tracing.hooks import hooked, swap_first
 from ..tracing.observe import Arguments, Watcher
-from ..tracing.parts import INPUT, Part, place
+from ..tracing.parts import INPUT, Part, places_of_parts
 from ..tracing.replays import Replays
 from .mode import Linearizing
 from .network import under_rules
@@ -124,10 +124,11 @@ class DirectPaths(Watcher):
         """Find by replays the tokens and mixers on which each output depends, and set both.
 
         Args:
-            replays, stages, given, order: see :func:`~captum_ssm.tracing.parts.place`.
+            replays, stages, given, order: see :func:`~captum_ssm.tracing.parts.places_of_parts`.
         """
         parts = [*self.locals, *self.beginnings]
-        found = place(replays, stages, given, order, [each.part for each in parts], self.mode.given)
+        keys = [each.part for each in parts]
+        found = places_of_parts(replays, stages, given, order, keys, self.mode.given)
         placed = [
             replace(part, is_placed=False)
             if there is None

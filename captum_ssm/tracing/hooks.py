@@ -22,21 +22,21 @@ Hook = Callable[..., Any]
 
 def in_this_thread(hook: Hook) -> Hook:
     """Wrap a hook so that it does nothing in threads other than the calling thread."""
-    owner = threading.get_ident()
+    owner_thread = threading.get_ident()
 
     @functools.wraps(hook)
-    def own(*args: Any) -> Any:
-        return hook(*args) if threading.get_ident() == owner else None
+    def guarded_hook(*args: Any) -> Any:
+        return hook(*args) if threading.get_ident() == owner_thread else None
 
-    return own
+    return guarded_hook
 
 
 def hooked(
     register: Callable[..., Any], hook: Hook, **options: bool
 ) -> AbstractContextManager[None]:
     """Return a context that registers a hook for the calling thread, and removes it at exit."""
-    own = in_this_thread(hook)
-    return lasting(lambda: register(own, **options).remove)
+    guarded_hook = in_this_thread(hook)
+    return lasting(lambda: register(guarded_hook, **options).remove)
 
 
 @contextmanager
@@ -50,42 +50,50 @@ def at_both_ends(module: nn.Module, first: Hook, last: Hook) -> Iterator[None]:
         first, last: the forward hooks, which also take keyword arguments. If the module raises an
             exception, ``first`` is called with the output None.
     """
-    own = in_this_thread(first), in_this_thread(last)
+    first_hook, last_hook = in_this_thread(first), in_this_thread(last)
     hooks = module._forward_hooks
 
-    def order(*_: Any) -> None:
+    def restore_order(*_: Any) -> None:
         """Move the two hooks back to both ends if other hooks were registered there."""
         keys = list(hooks)
-        if hooks[keys[0]] is own[0] and hooks[keys[-1]] is own[1]:
+        if hooks[keys[0]] is first_hook and hooks[keys[-1]] is last_hook:
             return
-        place = {id(hook): key for key, hook in hooks.items()}
-        ends = place[id(own[0])], place[id(own[1])]
-        for key in [key for key in keys if key not in ends] + [ends[1]]:
-            hooks[key] = hooks.pop(key)
+        key_of = {id(hook): key for key, hook in hooks.items()}
+        first_key, last_key = key_of[id(first_hook)], key_of[id(last_hook)]
+        for key in [key for key in keys if key not in (first_key, last_key)] + [last_key]:
+            hooks[key] = hooks.pop(key)  # all behind the first hook, in order, and last the last
 
     register = functools.partial(module.register_forward_hook, with_kwargs=True)
     with (
-        lasting(lambda: register(own[0], prepend=True, always_call=True).remove),
-        lasting(lambda: register(own[1]).remove),
-        hooked(module.register_forward_pre_hook, order),
+        lasting(lambda: register(first_hook, prepend=True, always_call=True).remove),
+        lasting(lambda: register(last_hook).remove),
+        hooked(module.register_forward_pre_hook, restore_order),
     ):
         yield
 
 
 def swap_first(value: Any, swap: Callable[[Tensor], Tensor]) -> tuple[Any, Tensor | None]:
-    """Replace the first floating tensor in ``value``; return result and new tensor (or None)."""
+    """Replace the first floating tensor x in ``value`` by ``swap(x)``.
+
+    Return the new value and the new tensor; ``value`` itself and None if it has no such tensor.
+    """
     if isinstance(value, Tensor):
-        new = swap(value) if value.is_floating_point() else None
-        return (value, None) if new is None else (new, new)
+        new_tensor = swap(value) if value.is_floating_point() else None
+        return (value, None) if new_tensor is None else (new_tensor, new_tensor)
     is_mapping, is_sequence = type(value) is dict, type(value) in (tuple, list)
     keys: Sequence[Any] = list(value) if is_mapping else range(len(value) if is_sequence else 0)
     for key in keys:
-        item, new = swap_first(value[key], swap)
-        if new is not None:
+        item, new_tensor = swap_first(value[key], swap)
+        if new_tensor is not None:
             items = dict(value) if is_mapping else list(value)
             items[key] = item
-            return type(value)(items), new
+            return type(value)(items), new_tensor
     return value, None
+
+
+def first_floating(value: Any) -> Tensor | None:
+    """Return the first floating tensor in nested tuples, lists and dicts, or None."""
+    return swap_first(value, lambda x: x)[1]
 
 
 def detached(value: Any) -> Any:
@@ -103,22 +111,22 @@ def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         return [value]
-    if isinstance(value, tuple | list):  # called for every function of a run
+    if isinstance(value, tuple | list):  # called for every function of a run, so no generator
         return [x for item in value for x in tensors_in(item)]
     return tensors_in(list(value.values())) if isinstance(value, Mapping) else []
 
 
-def swapped(value: Any, new: Mapping[int, Tensor]) -> Any:
-    """Replace each tensor in nested ``value`` whose Python id is a key of ``new``."""
+def swapped(value: Any, replacements: Mapping[int, Tensor]) -> Any:
+    """Replace each tensor in nested ``value`` whose Python id is a key of ``replacements``."""
     if isinstance(value, Tensor):
-        return new.get(id(value), value)
+        return replacements.get(id(value), value)
     if isinstance(value, dict):
         out = copy(value)  # outputs of transformers are dictionaries with attributes
         for key, item in value.items():
-            out[key] = swapped(item, new)
+            out[key] = swapped(item, replacements)
         return out
     if isinstance(value, tuple | list):
-        items = (swapped(item, new) for item in value)
+        items = (swapped(item, replacements) for item in value)
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
@@ -127,7 +135,7 @@ def name_of_running(names: Mapping[nn.Module, str], otherwise: str) -> str:
     """Return the name of the innermost running module of this thread, or ``otherwise``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is nn.Module._call_impl.__code__:
+        if frame.f_code is nn.Module._call_impl.__code__:  # every module's call runs this method
             name = names.get(frame.f_locals["self"])
             if name is not None:
                 return name
@@ -139,7 +147,7 @@ def name_of_running(names: Mapping[nn.Module, str], otherwise: str) -> str:
 def observing(
     modules: Iterable[nn.Module], receive: Callable[[nn.Module, int, bool, Any], None]
 ) -> Iterator[None]:
-    """Pass inputs and outputs of modules to a function during the ``with``.
+    """Pass inputs and outputs of modules to ``receive`` during the ``with``.
 
     Args:
         modules: the modules.
@@ -147,21 +155,24 @@ def observing(
             and the arguments or the output. Outputs are passed before other hooks change them.
     """
     calls = Counter[nn.Module]()
-    running: list[int] = []
+    running_calls: list[int] = []
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         calls[module] += 1
-        running.append(calls[module])
+        running_calls.append(calls[module])
         receive(module, calls[module], True, (args, kwargs))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        call = running.pop()
+        call = running_calls.pop()
         if output is not None:  # else it has failed
             receive(module, call, False, output)
 
     with ExitStack() as stack:
         for module in modules:
-            before, after = module.register_forward_pre_hook, module.register_forward_hook
+            before, after = (
+                module.register_forward_pre_hook,
+                module.register_forward_hook,
+            )
             stack.enter_context(hooked(before, enter, with_kwargs=True))
             stack.enter_context(hooked(after, leave, always_call=True, prepend=True))
         yield
@@ -173,6 +184,6 @@ def sequences_in(value: Any) -> Iterator[Tensor]:
         if value.is_floating_point() and value.dim() in (2, 3, 4) and value.numel():
             yield value
         return
-    parts = value.values() if isinstance(value, Mapping) else value
-    for part in parts if isinstance(value, tuple | list | Mapping) else ():
-        yield from sequences_in(part)
+    items = value.values() if isinstance(value, Mapping) else value
+    for item in items if isinstance(value, tuple | list | Mapping) else ():
+        yield from sequences_in(item)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .hooks import observing, swap_first
+from .hooks import first_floating, observing
 from .layer import Layer
 from .replays import Replays, changed
 
@@ -35,6 +35,11 @@ class Part(NamedTuple):
     enters: bool
     ran: int
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The module, the call and ``enters``, which identify the tensor."""
+        return self[:3]
+
 
 #: The run's input, as a :class:`Part`.
 INPUT = Part(None, 0, False, 0)
@@ -53,7 +58,7 @@ class Place(NamedTuple):
     mixers: int
 
 
-def place(
+def places_of_parts(
     replays: Replays,
     stages: Sequence[Sequence[Layer]],
     given: Tensor | None,
@@ -76,129 +81,141 @@ def place(
     Returns:
         One :class:`Place` for each part; None for a part whose tokens or layers were not found.
     """
-    layers, number = replays.layers, {layer: k for k, layer in enumerate(replays.layers)}
+    layers, index_of = replays.layers, {layer: k for k, layer in enumerate(replays.layers)}
     embeddings, shifted = replays.beginning.looked_up, replays.beginning.shifted
-    # a part that reads the token before returns its recorded output in replays
+    # a module that reads the previous token returns its recorded output in replays: use its input
     parts = [p._replace(enters=True) if p.module in shifted else p for p in parts]
     replays.root = replays.start if embeddings is None else embeddings
     batch, tokens = replays.leaf(0).shape[:2]
-    own = torch.arange(tokens, device="cpu").expand(batch, -1)
-    known = [None, order, *(layer.order for layer in layers)]
-    orders = [own[0] if each is None else each.cpu() for each in known]
-    readings = [x.argsort().expand(batch, -1) for x in orders]
-    readings += [x.flip(0).argsort().expand(batch, -1) for x in orders]
+    indices = torch.arange(tokens, device="cpu").expand(batch, -1)
+    known_orders = [None, order, *(layer.order for layer in layers)]
+    orders = [indices[0] if x is None else x.cpu() for x in known_orders]
+    # a reading: for each token of the first layer its index in a part; the identity comes first
+    candidates = [x.argsort().expand(batch, -1) for x in orders]
+    candidates += [x.flip(0).argsort().expand(batch, -1) for x in orders]
     if given is not None:
-        readings.append(given.cpu())
-    kept: list[Tensor] = []
-    for each in readings:
-        if not any(torch.equal(each, one) for one in kept):
-            kept.append(each)
+        candidates.append(given.cpu())
+    readings: list[Tensor] = []
+    for candidate in candidates:
+        if not any(torch.equal(candidate, reading) for reading in readings):
+            readings.append(candidate)
     generator = torch.Generator("cpu").manual_seed(_SEED)
 
-    def drawn(shape: torch.Size) -> Tensor:
+    def random_half(shape: torch.Size) -> Tensor:
         """Return a mask (B, L) of a random half of each example's tokens."""
         return torch.rand(shape, generator=generator, device="cpu").argsort(1) < (shape[1] + 1) // 2
 
-    def run(on: Mapping[int, Tensor], root: bool) -> tuple[Tensor, list[Tensor | None]]:
-        """Replay with noise; return the first layer's input and the values of all ``parts``."""
-        entering: list[Tensor] = []
+    def replay(
+        noisy_tokens: Mapping[int, Tensor], noise_in_root: bool
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Replay with noise; return the first layer's input and the values of all ``parts``.
+
+        ``noisy_tokens`` are masks (B, L) by layer index, in the first layer's order of tokens.
+        """
+        first_inputs: list[Tensor] = []
 
         def leaf(k: int, x: Tensor) -> Tensor:
             if k == 0:
-                entering.append(x)
-            at, turn = on.get(k), layers[k].order
-            if at is None:
+                first_inputs.append(x)
+            mask, order = noisy_tokens.get(k), layers[k].order
+            if mask is None:
                 return replays.leaf(k).clone()
-            at = at if turn is None else at.index_select(1, turn.to(at.device))
-            return replays.noisy(replays.leaf(k), at, k)
+            mask = mask if order is None else mask.index_select(1, order.to(mask.device))
+            return replays.noisy(replays.leaf(k), mask, k)
 
-        def begin(x: Tensor) -> Tensor:
-            begun.append(drawn(x.shape[:2]))
-            return replays.noisy(x, begun[-1])
+        def noisy_root(x: Tensor) -> Tensor:
+            root_masks.append(random_half(x.shape[:2]))
+            return replays.noisy(x, root_masks[-1])
 
-        with _first_tensors(parts) as found, torch.no_grad():
-            replays.run(leaf, begin if root else None)
-        return entering[0], [found.get(p[:3]) for p in parts]
+        with _values_recorded(parts) as values, torch.no_grad():
+            replays.run(leaf, noisy_root if noise_in_root else None)
+        return first_inputs[0], [values.get(part.key) for part in parts]
 
-    begun: list[Tensor] = []
-    first, calm = run({}, False)
+    root_masks: list[Tensor] = []
+    calm_input, calm_values = replay({}, False)
 
-    def moved(at: int, x: Tensor | None) -> Tensor | None:
-        """Return a mask (B, L') of the tokens at which ``x``, the value of ``parts[at]``, changed.
+    def changed_tokens(i: int, x: Tensor | None) -> Tensor | None:
+        """Return a mask (B, L') of the tokens at which ``x``, the value of ``parts[i]``, changed.
 
         Return None if ``x`` was not computed, or has no tokens that divide by example.
         """
-        if parts[at].module is None:  # the input, which has noise where the last run began
+        if parts[i].module is None:  # the input, which has noise where the last run began
             if embeddings is not None or looked_up is None:
-                return begun[-1]
-            own = looked_up.cpu()  # noise is at the ids, of which these are made
-            return begun[-1].gather(1, own.clamp_min(0)) & (own >= 0)
-        before = calm[at]
-        if x is None or before is None or x.shape != before.shape:
+                return root_masks[-1]
+            ids = looked_up.cpu()  # noise is at the ids, of which these are made
+            return root_masks[-1].gather(1, ids.clamp_min(0)) & (ids >= 0)
+        calm = calm_values[i]
+        if x is None or calm is None or x.shape != calm.shape:
             return None
         if x.dim() < 2 or x.shape[:-1].numel() % batch:
             return None
-        return changed(*(y.reshape(batch, -1, y.shape[-1]) for y in (x, before))).cpu()
+        return changed(*(y.reshape(batch, -1, y.shape[-1]) for y in (x, calm))).cpu()
 
-    # the orders in which parts may read tokens, with noise of the root, of layers, or of both
-    fitting = [list(itertools.product(kept, range(3))) for _ in parts]
+    # for each part the pairs of a reading and a source of noise that fit all replays so far;
+    # the sources are 0: the root, 1: the layers' outputs, 2: both
+    fitting = [list(itertools.product(readings, range(3))) for _ in parts]
     for draw in range(_MOST):
-        if draw >= _FEWEST and all(len({id(x) for x, _ in some}) < 2 for some in fitting):
+        if draw >= _FEWEST and all(len({id(x) for x, _ in pairs}) < 2 for pairs in fitting):
             break
-        on = drawn(own.shape)
-        entered, now = run(dict.fromkeys(range(len(layers)), on), True)
-        arrived = changed(entered, first).cpu()
-        for at, x in enumerate(now):
-            met = moved(at, x)
-            fitting[at] = [
-                (reading, kind)
-                for reading, kind in fitting[at]
-                if met is not None and _agrees(met, reading, (arrived, on, arrived | on)[kind])
+        on = random_half(indices.shape)
+        first_input, values = replay(dict.fromkeys(range(len(layers)), on), True)
+        arrived = changed(first_input, calm_input).cpu()
+        for i, x in enumerate(values):
+            mask = changed_tokens(i, x)
+            fitting[i] = [
+                (reading, source)
+                for reading, source in fitting[i]
+                if mask is not None and _agrees(mask, reading, (arrived, on, arrived | on)[source])
             ]
-    stage_of = {number[layer]: i for i, stage in enumerate(stages) for layer in stage}
-    reads = [False] * len(parts)
+    # does a part read the last mixer before it? each stage has noise at tokens of its own
+    stage_of = {index_of[layer]: i for i, stage in enumerate(stages) for layer in stage}
+    reads_last = [False] * len(parts)
     for start in range(0, len(stages), tokens):
-        some = range(start, min(start + tokens, len(stages)))
-        slots = own.clone() % len(some) + start
-        on_stages = {k: slots == i for k, i in stage_of.items() if i in some}
-        _, now = run(on_stages, False)
-        for at, x in enumerate(now):
-            ran = parts[at].ran
-            met = moved(at, x) if ran else None
-            if met is None or not fitting[at] or stage_of[ran - 1] not in some:
+        tested = range(start, min(start + tokens, len(stages)))
+        stage_at = indices.clone() % len(tested) + start
+        noisy_tokens = {k: stage_at == stage for k, stage in stage_of.items() if stage in tested}
+        _, values = replay(noisy_tokens, False)
+        for i, x in enumerate(values):
+            ran = parts[i].ran
+            mask = changed_tokens(i, x) if ran else None
+            if mask is None or not fitting[i] or stage_of[ran - 1] not in tested:
                 continue
-            reading = fitting[at][0][0]
-            mine = met.gather(1, reading.clamp_min(0)) & (reading >= 0)
-            reads[at] = bool((mine & (slots == stage_of[ran - 1])).any())
+            reading = fitting[i][0][0]
+            in_order = mask.gather(1, reading.clamp_min(0)) & (reading >= 0)
+            reads_last[i] = bool((in_order & (stage_at == stage_of[ran - 1])).any())
     out: list[Place | None] = []
-    for at, (_, _, _, ran) in enumerate(parts):
-        if not fitting[at]:
+    for i, (_, _, _, ran) in enumerate(parts):
+        if not fitting[i]:
             out.append(None)
             continue
-        stage = [number[layer] for layer in stages[stage_of[ran - 1]]] if ran else [0]
-        found = fitting[at][0][0]
-        out.append(Place(None if found is kept[0] else found, ran if reads[at] else stage[0]))
+        stage = [index_of[layer] for layer in stages[stage_of[ran - 1]]] if ran else [0]
+        reading = fitting[i][0][0]
+        is_same = reading is readings[0]
+        out.append(Place(None if is_same else reading, ran if reads_last[i] else stage[0]))
     return out
 
 
-def _agrees(met: Tensor, reading: Tensor, expected: Tensor) -> bool:
-    """Return True if a tensor, reordered by ``reading``, changed exactly at expected tokens."""
-    if int(reading.max()) >= met.shape[1]:
+def _agrees(mask: Tensor, reading: Tensor, expected: Tensor) -> bool:
+    """Return True if ``mask`` (B, L'), reordered by ``reading``, is ``expected`` (B, L).
+
+    Tokens that the tensor lacks, for which ``reading`` is -1, may differ.
+    """
+    if int(reading.max()) >= mask.shape[1]:
         return False
-    mine, there = met.gather(1, reading.clamp_min(0)), reading >= 0
-    return bool(((mine == expected) | ~there).all())
+    in_order, exists = mask.gather(1, reading.clamp_min(0)), reading >= 0
+    return bool(((in_order == expected) | ~exists).all())
 
 
 @contextmanager
-def _first_tensors(parts: Sequence[Part]) -> Iterator[dict[tuple[Any, ...], Tensor]]:
-    """Record the tensors that ``parts`` name in the run inside the ``with``, by module and call."""
-    found: dict[tuple[Any, ...], Tensor] = {}
-    wanted = {part[:3] for part in parts}
+def _values_recorded(parts: Sequence[Part]) -> Iterator[dict[tuple[Any, ...], Tensor]]:
+    """Record the tensors that ``parts`` name in the run inside the ``with``, by their keys."""
+    values: dict[tuple[Any, ...], Tensor] = {}
+    wanted = {part.key for part in parts}
 
     def note(module: nn.Module, call: int, enters: bool, value: Any) -> None:
-        x = swap_first(value, lambda x: x)[1] if (module, call, enters) in wanted else None
+        x = first_floating(value) if (module, call, enters) in wanted else None
         if x is not None:
-            found[module, call, enters] = x.detach().clone()
+            values[module, call, enters] = x.detach().clone()
 
     with observing({part.module for part in parts if part.module is not None}, note):
-        yield found
+        yield values
