@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, TrainingModeError
-from .hooks import observing, swap_first
+from .hooks import first_floating, observing
 from .layer import Layer
 from .replays import UNITS, Replays, changed
 
@@ -90,7 +90,7 @@ class _Arrangement:
 
 
 #: The latest structure found for each model.
-_found: WeakKeyDictionary[nn.Module, _Arrangement] = WeakKeyDictionary()
+_arrangements: WeakKeyDictionary[nn.Module, _Arrangement] = WeakKeyDictionary()
 
 
 def arrange(
@@ -113,32 +113,34 @@ def arrange(
         TrainingModeError: if a run cannot be repeated.
     """
     model = replays.beginning.model
-    state = (*state_of(model), *_kind(replays, output)) if is_model else None
-    found = _found.get(model)
-    if found is None or found.state != state or not _same_mask(found.mask, mask):
+    state = (*state_of(model), *_kind_of_run(replays, output)) if is_model else None
+    arrangement = _arrangements.get(model)
+    if arrangement is None or arrangement.state != state or not _same_mask(arrangement.mask, mask):
         try:
-            found = _search(replays, output, mask, state or ())
+            arrangement = _search(replays, output, mask, state or ())
         except NotAChain as error:
             if _repeats([layer.mixer for layer in replays.layers]):
                 runs = "The model runs several times in one call, side by side."
                 raise NotAChain(f"{runs} {INSTEAD}") from error
             raise
         if state is not None:
-            _found[model] = found
-    for layer, (stage, order, has_stream) in zip(replays.layers, found.layers, strict=True):
+            _arrangements[model] = arrangement
+    for layer, (stage, order, has_stream) in zip(replays.layers, arrangement.layers, strict=True):
         layer.arrange(stage, order)
         layer.has_stream = has_stream
-    return found.chain
+    return arrangement.chain
 
 
 def _search(
     replays: Replays, output: Tensor, mask: Tensor | None, state: tuple[Any, ...]
 ) -> _Arrangement:
+    """Find the structure of a run by replays."""
     search = _OrderSearch(replays, output, mask)
     given = search.find_places()
+    stages = _group_into_stages(replays.layers, search.links())
     layers = [
         (number, search.order(k), has_stream)
-        for number, (stage, has_stream) in enumerate(_stages(replays.layers, search.links()))
+        for number, (stage, has_stream) in enumerate(stages)
         for k in stage
     ]
     return _Arrangement(state, mask, TokenOrder(given, search.order(len(layers))), layers)
@@ -162,9 +164,9 @@ def state_of(model: nn.Module) -> Iterator[Any]:
         yield _Same(module)
         for name, value in list(vars(module).items()):  # other threads may hang hooks on it
             if name in ("_parameters", "_buffers"):
-                for x in value.values():
-                    if x is not None:
-                        yield _Same(x), object() if x.is_inference() else x._version
+                for tensor in value.values():
+                    if tensor is not None:  # an inference tensor has no version: never equal
+                        yield _Same(tensor), object() if tensor.is_inference() else tensor._version
             elif type(value) in _PLAIN:
                 yield value
             elif not isinstance(value, dict):
@@ -181,23 +183,23 @@ class _Same:
     """Wraps an object for comparison by identity, if possible without keeping it in memory."""
 
     def __init__(self, value: Any) -> None:
-        self._find: Callable[[], Any]
+        self._find: Callable[[], Any]  # returns the object, or its id as an int
         try:
             self._find = weakref.ref(value)
-        except TypeError:  # of a collection
-            known = id(value)
-            self._find = lambda: known
+        except TypeError:  # a collection has no weak references
+            object_id = id(value)
+            self._find = lambda: object_id
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Same):
             return False
-        own, its = self._find(), other._find()
-        return own is not None and (own is its or (type(own) is int and own == its))
+        x, y = self._find(), other._find()
+        return x is not None and (x is y or (type(x) is int and x == y))
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def _kind(replays: Replays, output: Tensor) -> Iterator[Any]:
+def _kind_of_run(replays: Replays, output: Tensor) -> Iterator[Any]:
     """Yield the shapes, types and mixers of a run; a cached structure applies if all are equal."""
     for x in (replays.start, output, *(layer.call.hidden_states for layer in replays.layers)):
         yield x.shape, x.dtype, x.device
@@ -212,30 +214,30 @@ def note_streams(replays: Replays) -> None:
     """
     layers, first = replays.layers, -1
     while first < len(layers) - 1:
-        calm, noisy = (_passing(replays, first, noise) for noise in (False, True))
-        met = [bool(changed(x, y).any()) for x, y in zip(noisy, calm, strict=True)]
-        until = next((k for k in range(first + 1, len(met)) if not met[k]), len(met))
-        for k in range(first + 1, min(until, len(layers))):  # layer k is passed by on the way on
-            layers[k].has_stream = k + 1 < until
-        first = max(until - 1, first + 1)
+        calm, noisy = (_replay_with_noise_after(replays, first, noise) for noise in (False, True))
+        reached = [bool(changed(x, y).any()) for x, y in zip(noisy, calm, strict=True)]
+        end = next((k for k in range(first + 1, len(reached)) if not reached[k]), len(reached))
+        for k in range(first + 1, min(end, len(layers))):  # past layer k noise reached layer k + 1
+            layers[k].has_stream = k + 1 < end
+        first = max(end - 1, first + 1)
 
 
-def _passing(replays: Replays, first: int, noise: bool) -> list[Tensor]:
+def _replay_with_noise_after(replays: Replays, first: int, noise: bool) -> list[Tensor]:
     """Replay with noise in the output of layer ``first``; return the layers' inputs and the output.
 
-    If ``first`` is -1, the model's input has the noise. Later mixers return zeros. A replay with
-    ``noise=False`` returns the values without noise for comparison.
+    Layers up to ``first`` return their recorded outputs, later layers zeros. If ``first`` is -1,
+    the model's input has the noise. ``noise=False`` gives values to compare with.
     """
-    read: list[Tensor] = []
+    inputs: list[Tensor] = []
 
     def leaf(k: int, entering: Tensor) -> Tensor:
-        read.append(entering)
+        inputs.append(entering)
         own = replays.leaf(k)
         return replays.noisy(own, noise and k == first, k) if k <= first else torch.zeros_like(own)
 
     root = functools.partial(replays.noisy, on=noise) if first < 0 else None
     output = replays.run(leaf, root)
-    return [*read, output.reshape(len(output), -1)]
+    return [*inputs, output.reshape(len(output), -1)]  # flat: only "did it change?" is asked
 
 
 class _OrderSearch:
@@ -245,41 +247,43 @@ class _OrderSearch:
         self.replays, layers = replays, replays.layers
         first = layers[0].output
         self.all_real = mask is None or bool(mask.all())
-        keep = first.new_ones(first.shape[:2], dtype=torch.bool) if mask is None else mask
-        self.keep = keep
-        self.entering = [layer.call.hidden_states.detach() for layer in layers]
+        real = first.new_ones(first.shape[:2], dtype=torch.bool) if mask is None else mask
+        #: A mask of the first layer's tokens that are no padding, and all tokens' indices (B, L).
+        self.real = real
+        self.inputs = [layer.call.hidden_states.detach() for layer in layers]
+        #: The readers of tokens: the layers, and last the model's output. ``orders`` has as many.
         self.names = [f"Layer {layer.name!r}" for layer in layers] + ["The model's output"]
         self.generator = torch.Generator("cpu").manual_seed(0)
-        self.own = torch.arange(keep.shape[1], device=keep.device).expand_as(keep)
+        self.indices = torch.arange(real.shape[1], device=real.device).expand_as(real)
         #: For each token of the first layer the token's index in the root (B, L), or -1 for none.
-        self.given, root = self.own, replays.root
-        self.in_place = root is not None and root.shape[1] == keep.shape[1]
+        self.given, root = self.indices, replays.root
+        self.in_place = root is not None and root.shape[1] == real.shape[1]
         if not self.in_place:
-            self.given = torch.full_like(self.own, -1)
+            self.given = torch.full_like(self.indices, -1)
         self.orders: list[Tensor | None] = [None] * len(self.names)
-        for name, x in zip(self.names, self.entering, strict=False):
-            if x.shape[:2] != keep.shape:
+        for name, x in zip(self.names, self.inputs, strict=False):
+            if x.shape[:2] != real.shape:
                 raise NotAChain(
                     f"{name} does not read all tokens of the layers before it exactly once: it "
-                    f"reads {x.shape[1]} tokens of {len(x)} sequences, not {keep.shape[1]} of "
-                    f"{len(keep)}. {INSTEAD}"
+                    f"reads {x.shape[1]} tokens of {len(x)} sequences, not {real.shape[1]} of "
+                    f"{len(real)}. {INSTEAD}"
                 )
         for layer in layers:
             layer.check_unchanged()
-        replays.settle_hooks([*self._sets_by_bit(keep.shape[1])])
+        replays.settle_hooks([*self._sets_by_bit(real.shape[1])])
         self.leaves = [replays.leaf(k) for k in range(len(layers))]
         # once without noise: the output, as replays have it, and whether runs are repeatable
         with replays.measuring():
-            again, self.output = self._silent()
-        moved = torch.stack(again).tolist()
-        if any(moved):
+            differences, self.output = self._replay_without_noise()
+        differs = torch.stack(differences).tolist()
+        if any(differs):
             raise TrainingModeError(
-                f"{self.names[moved.index(True)]} reads different values when the model runs "
+                f"{self.names[differs.index(True)]} reads different values when the model runs "
                 "again with the same outputs of the mixers. Remove randomness, such as a dropout "
                 "called with training=True, and any state that forward_func keeps between calls."
             )
         #: Whether the output has one vector for each token of the layers. A pooled output has not.
-        self.per_token = output.dim() == 3 and output.shape[:2] == keep.shape
+        self.per_token = output.dim() == 3 and output.shape[:2] == real.shape
 
     def order(self, k: int) -> Tensor | None:
         """Return the token order (L,) of layer k (last k: the output); None if it is unchanged."""
@@ -296,47 +300,48 @@ class _OrderSearch:
 
     def find_places(self) -> Tensor | None:
         """Find all token orders; return for each first-layer token the index in the input."""
-        replays, own = self.replays, self.own
+        replays, indices = self.replays, self.indices
         self.roots = [(replays.root, self.given)]
-        rolled = own.shape[1] > _FEW and self.all_real
+        must_roll = indices.shape[1] > _FEW and self.all_real
         in_order = self.in_place and all(map(self._changes_exactly, self._subsets()))
-        if in_order and (not rolled or self._rolls()):
-            return self._of_input(own)
-        given, root = own, replays.root
+        if in_order and (not must_roll or self._follows_a_roll()):
+            return self._to_input_indices(indices)
+        given, root = indices, replays.root
         if root is not None:
-            given = self.given = self._read(root.shape[1], lambda on: self._spread(on, on)[:1])[0]
-            unread = ~self._root_mask(torch.ones_like(self.keep))
+            given = self.given = self._identify_first(root.shape[1])
+            unread = ~self._root_mask(torch.ones_like(self.real))
             if bool(unread.any() and (given >= 0).any()):
-                passing = self._spread(unread, torch.zeros_like(self.keep))
-                if any(bool((x.to(own.device) & self.keep).any()) for x in passing):
+                reached = self._spread(unread, torch.zeros_like(self.real))
+                if any(bool((x.to(indices.device) & self.real).any()) for x in reached):
                     raise NotAChain(
                         f"{self.names[0]} does not read all tokens of its stream. {INSTEAD}"
                     )
         if bool((given < 0).any()) and replays.entry is not None:
-            replays.root, self.given = replays.entry, own  # where all tokens are there
-            self.given = self._read(own.shape[1], lambda on: self._spread(on, on)[:1])[0]
-        found = self._read(own.shape[1], lambda on: self._spread(self._root_mask(on), on))
+            # the first block's input has all tokens of the layers, also those that the model added
+            replays.root, self.given = replays.entry, indices
+            self.given = self._identify_first(indices.shape[1])
+        found = self._identify(indices.shape[1], lambda on: self._spread(self._root_mask(on), on))
         for k, places in enumerate(found):
-            places = torch.where(self.keep, places, own)
-            if not torch.equal(places.sort(1).values, own):
+            places = torch.where(self.real, places, indices)
+            if not torch.equal(places.sort(1).values, indices):
                 raise NotAChain(
                     f"{self.names[k]} does not read all tokens of the layers before it exactly "
                     f"once. {INSTEAD}"
                 )
-            self.orders[k] = None if torch.equal(places, own) else places
+            self.orders[k] = None if torch.equal(places, indices) else places
         self.roots = [(root, given), (replays.root, self.given)][: 1 + (replays.root is not root)]
-        return self._of_input(given)
+        return self._to_input_indices(given)
 
-    def _of_input(self, given: Tensor) -> Tensor | None:
+    def _to_input_indices(self, given: Tensor) -> Tensor | None:
         """Convert token indices in the root to indices in the input; None if both are the same."""
         replays = self.replays
         if replays.start.dim() not in (2, 3):
             return None
         tokens = replays.beginning.ids.shape[1]
-        if given is self.own and given.shape[1] == tokens:
+        if given is self.indices and given.shape[1] == tokens:
             return None
         given = torch.where(given < tokens, given, -1)
-        same = given.shape[1] == tokens and torch.equal(given, self.own)
+        same = given.shape[1] == tokens and torch.equal(given, self.indices)
         if not bool((given >= 0).any()):
             raise NotAChain(f"{self.names[0]} reads no token of the inputs. {OF_A_TOWER}")
         return None if same else given.cpu()
@@ -345,43 +350,45 @@ class _OrderSearch:
         """Yield masks (B, L), sets of tokens with noise, that together detect tokens out of order.
 
         Up to ``_FEW`` tokens, no two tokens are in the same sets. For more tokens the
-        sets are a random half and its complement. With padding, for which :meth:`_rolls` is not
-        possible, three such pairs are drawn.
+        sets are a random half and its complement. With padding, for which
+        :meth:`_follows_a_roll` is not possible, three such pairs are drawn.
         """
-        tokens, device = self.keep.shape[1], self.keep.device
+        tokens, device = self.real.shape[1], self.real.device
         if tokens <= _FEW:
-            for on in _halves(self.keep.numel()).T:
-                yield on.view(self.keep.shape).to(device)
+            for on in _halves(self.real.numel()).T:
+                yield on.view(self.real.shape).to(device)
             return
         for _ in range(1 if self.all_real else 3):
-            drawn = torch.rand(self.keep.shape, generator=self.generator, device="cpu")
-            on = drawn.argsort(1).to(device) < tokens // 2
+            random_numbers = torch.rand(self.real.shape, generator=self.generator, device="cpu")
+            on = random_numbers.argsort(1).to(device) < tokens // 2
             yield from (on, ~on)
 
     def _sets_by_bit(self, tokens: int) -> Iterator[Tensor]:
         """Yield one mask (B, L) per bit, True if ``token index ^ example index`` has this bit."""
-        salted = torch.arange(tokens, device=self.keep.device) ^ self._salt()
-        for bit in range(max(1, (max(tokens, len(self.keep)) - 1).bit_length())):
+        salted = torch.arange(tokens, device=self.real.device) ^ self._salt()
+        for bit in range(max(1, (max(tokens, len(self.real)) - 1).bit_length())):
             yield (salted >> bit & 1).bool()
 
     def _salt(self) -> Tensor:
-        return torch.arange(len(self.keep), device=self.keep.device)[:, None]
+        """Return the example's index (B, 1), so that examples have noise at different tokens."""
+        return torch.arange(len(self.real), device=self.real.device)[:, None]
 
     def _changes_exactly(self, on: Tensor) -> bool:
         """Return True if noise at some tokens changes every layer at exactly these tokens.
 
         If no noise changes the output, as with a head of zeros, ``per_token`` is set to False.
         """
-        *found, last = (x.to(on.device) for x in self._spread(on, on))
-        as_on = torch.stack([((x == on) | ~self.keep).all() for x in (*found, last)])
-        answers = torch.stack([as_on[:-1].all(), as_on[-1], last.any() | ~on.any()]).tolist()
-        if self.per_token and not answers[2]:  # or nothing reads these tokens
+        *masks, last = (x.to(on.device) for x in self._spread(on, on))
+        exact = torch.stack([((x == on) | ~self.real).all() for x in (*masks, last)])
+        # the last mask is the output's, or for a pooled output the last layer's
+        answers = torch.stack([exact[:-1].all(), exact[-1], last.any() | ~on.any()]).tolist()
+        if self.per_token and not answers[2]:  # a head of zeros, or no output reads these tokens
             everywhere = torch.ones_like(on)
             self.per_token = bool(self._spread(everywhere, everywhere)[-1].any())
             return bool(answers[0]) and not self.per_token
         return bool(answers[0] and answers[1])
 
-    def _rolls(self) -> bool:
+    def _follows_a_roll(self) -> bool:
         """Return True if rolling input tokens and mixers' outputs by one rolls all layers' inputs.
 
         False if a layer reorders only some tokens, or if position embeddings are added between
@@ -389,27 +396,27 @@ class _OrderSearch:
         """
         replays, root = self.replays, self.replays.root
         replays.root = root if replays.entry is None else replays.entry
-        found: list[Tensor] = []
+        differences: list[Tensor] = []
 
-        def compare(x: Tensor, before: Tensor) -> None:
-            found.append(changed(x, before.roll(1, 1)).any().to(self.keep.device))
+        def append_difference(x: Tensor, before: Tensor) -> None:
+            differences.append(changed(x, before.roll(1, 1)).any().to(self.real.device))
 
         def leaf(k: int, entering: Tensor) -> Tensor:
-            compare(entering, self.entering[k])
+            append_difference(entering, self.inputs[k])
             return self.leaves[k].roll(1, 1)
 
         output = replays.run(leaf, lambda x: x.roll(1, 1), moved=1)
         replays.root = root
         if self.per_token:
-            compare(output, self.output)
-        return not bool(torch.stack(found).any())
+            append_difference(output, self.output)
+        return not bool(torch.stack(differences).any())
 
     def _root_mask(self, on: Tensor) -> Tensor:
         """Convert a mask of first-layer tokens (B, L) to a mask of root tokens (B, L')."""
         root = self.replays.root
-        size = self.keep.shape[1] if root is None else root.shape[1]
-        out = torch.zeros(len(on), size + 1, dtype=torch.bool, device=on.device)
-        return out.scatter_(1, self.given.where(self.given >= 0, size), on)[:, :size]
+        size = self.real.shape[1] if root is None else root.shape[1]
+        mask = torch.zeros(len(on), size + 1, dtype=torch.bool, device=on.device)
+        return mask.scatter_(1, self.given.where(self.given >= 0, size), on)[:, :size]
 
     def _spread(self, root: Tensor, virtual: Tensor) -> list[Tensor]:
         """Replay with noise in the root; each layer adds noise at tokens where its input changed.
@@ -424,7 +431,7 @@ class _OrderSearch:
         arrived: list[Tensor] = []
 
         def leaf(k: int, entering: Tensor) -> Tensor:
-            on = self._changed(k, entering)
+            on = self._changed_tokens(k, entering)
             if k == 0 and virtual.shape == on.shape:
                 on = on | ((self.given < 0) & virtual).to(on.device)
             arrived.append(on)
@@ -435,25 +442,33 @@ class _OrderSearch:
             arrived.append(changed(output, self.output))
         return arrived
 
-    def _changed(self, k: int, entering: Tensor) -> Tensor:
-        if entering.shape != self.entering[k].shape:
-            raise NotAChain(_other_shape(self.names[k], entering, self.entering[k]))
-        return changed(entering, self.entering[k])
+    def _changed_tokens(self, k: int, entering: Tensor) -> Tensor:
+        """Return a mask (B, L) of the tokens at which the input of layer k differs from the run."""
+        if entering.shape != self.inputs[k].shape:
+            raise NotAChain(_shape_complaint(self.names[k], entering, self.inputs[k]))
+        return changed(entering, self.inputs[k])
 
-    def _read(self, tokens: int, spread: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
-        """Find by replays the token index that each layer reads at each position, -1 for none."""
-        found: list[Tensor] = []
-        for bit, has in enumerate(self._sets_by_bit(tokens)):
-            there = [x.to(self.keep.device) for x in spread(has)]
-            others = [x.to(self.keep.device) for x in spread(~has)]
-            found = found or [torch.zeros_like(x, dtype=torch.long) for x in there]
-            for k, (one, other) in enumerate(zip(there, others, strict=True)):
-                if bool((one & other & self.keep).any()):
-                    raise self._mixed(k, spread, has)
-                found[k] = torch.where(one | other, found[k] | (one.long() << bit), -1)
-        return [torch.where(places < 0, -1, places ^ self._salt()) for places in found]
+    def _identify_first(self, tokens: int) -> Tensor:
+        """Return for each token of the first layer the index in the root (B, L), -1 for none."""
+        return self._identify(tokens, lambda on: self._spread(on, on)[:1])[0]
 
-    def _mixed(self, k: int, spread: Callable[[Tensor], Any], on: Tensor) -> InputError:
+    def _identify(self, tokens: int, spread: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
+        """Find by replays the token index that each layer reads at each position, -1 for none.
+
+        ``spread`` is a replay with noise at a mask of tokens, and returns where noise arrived.
+        """
+        indices: list[Tensor] = []
+        for bit, subset in enumerate(self._sets_by_bit(tokens)):
+            set_masks = [x.to(self.real.device) for x in spread(subset)]
+            rest_masks = [x.to(self.real.device) for x in spread(~subset)]
+            indices = indices or [torch.zeros_like(x, dtype=torch.long) for x in set_masks]
+            for k, (in_set, in_rest) in enumerate(zip(set_masks, rest_masks, strict=True)):
+                if bool((in_set & in_rest & self.real).any()):
+                    raise self._mixing_error(k, spread, subset)
+                indices[k] = torch.where(in_set | in_rest, indices[k] | (in_set.long() << bit), -1)
+        return [torch.where(places < 0, -1, places ^ self._salt()) for places in indices]
+
+    def _mixing_error(self, k: int, spread: Callable[[Tensor], Any], on: Tensor) -> InputError:
         """Return an error that names the module, if found, that mixed tokens before layer k.
 
         The module is the first one whose output, but not its input, has an entry that changes both
@@ -464,12 +479,13 @@ class _OrderSearch:
             spread: a replay with noise at the tokens of a mask.
             on: about half of the tokens (B, L).
         """
-        silent = self._inside(k, self._silent)
-        first, second = (self._inside(k, functools.partial(spread, x)) for x in (on, ~on))
+        calm_run = self._modules_before(k, self._replay_without_noise)
+        first, second = (self._modules_before(k, functools.partial(spread, x)) for x in (on, ~on))
         where = f"after {_lower_first(self.names[k - 1])}" if k else "before the first layer"
-        for (name, *calm), (_, *one), (_, *other) in zip(silent, first, second, strict=False):
-            before, behind = (_both_change(*each) for each in zip(calm, one, other, strict=True))
-            if behind and not before:
+        for (name, *calm), (_, *one), (_, *other) in zip(calm_run, first, second, strict=False):
+            ends = zip(calm, one, other, strict=True)  # the module's input and output in each run
+            input_mixes, output_mixes = (_has_mixed_entry(*values) for values in ends)
+            if output_mixes and not input_mixes:
                 where = f"in module {name!r}"
                 break
         return InputError(
@@ -479,33 +495,33 @@ class _OrderSearch:
             "layers to explain with layers=[...]."
         )
 
-    def _silent(self) -> tuple[list[Tensor], Tensor]:
+    def _replay_without_noise(self) -> tuple[list[Tensor], Tensor]:
         """Replay without noise; return whether each layer's input changed, and the output."""
-        moved: list[Tensor] = []
+        has_changed: list[Tensor] = []
 
         def leaf(k: int, entering: Tensor) -> Tensor:
-            moved.append(self._changed(k, entering).any().to(self.keep.device))
+            has_changed.append(self._changed_tokens(k, entering).any().to(self.real.device))
             return self.leaves[k].clone()
 
-        return moved, self.replays.run(leaf)
+        return has_changed, self.replays.run(leaf)
 
-    def _inside(self, k: int, run: Callable[[], Any]) -> list[tuple[str, Tensor, Tensor]]:
+    def _modules_before(self, k: int, run: Callable[[], Any]) -> list[tuple[str, Tensor, Tensor]]:
         """Return name, input and output of modules between layers k - 1 and k during ``run``."""
-        found, entered = list[tuple[str, Tensor, Tensor]](), dict[Any, Tensor | None]()
+        modules, inputs = list[tuple[str, Tensor, Tensor]](), dict[Any, Tensor | None]()
         names = self.replays.outside
 
-        def meet(module: nn.Module, call: int, enters: bool, value: Any) -> None:
-            x = swap_first(value, lambda x: x)[1]
+        def note(module: nn.Module, call: int, enters: bool, value: Any) -> None:
+            x = first_floating(value)
             if enters:
-                entered[module, call] = None if x is None else x.detach().clone()
+                inputs[module, call] = None if x is None else x.detach().clone()
                 return
-            before = entered.pop((module, call))
-            if self.replays.ran == k and before is not None and x is not None:
-                found.append((names[module], before, x.detach().clone()))
+            entering = inputs.pop((module, call))
+            if self.replays.ran == k and entering is not None and x is not None:
+                modules.append((names[module], entering, x.detach().clone()))
 
-        with observing(names, meet):
+        with observing(names, note):
             run()
-        return found
+        return modules
 
     # --- links -----------------------------------------------------------------------------
 
@@ -513,135 +529,138 @@ class _OrderSearch:
         """Return a mask of the earlier outputs that each layer reads, as found from either root.
 
         Noise in the input reaches all branches of the residual stream. Noise at the first block
-        also reaches tokens that are not in the input. :meth:`_links` defines rows and columns.
+        also reaches tokens that are not in the input. Rows and columns: :meth:`_links_from_root`.
         """
-        found = []
+        masks = []
         for root, given in self.roots:
             self.replays.root, self.given = root, given
-            found.append(self._links())
-        return torch.stack(found).any(0)
+            masks.append(self._links_from_root())
+        return torch.stack(masks).any(0)
 
-    def _links(self) -> Tensor:
+    def _links_from_root(self) -> Tensor:
         """Return a mask (n + 1, n + 1), True if row k reads column j by residual connections.
 
         Rows are the n layers, then the output. Columns are the root, then the layers' outputs.
         """
-        n, device = len(self.leaves), self.keep.device
-        found = torch.zeros(n + 1, n + 1, dtype=torch.bool, device=device)
-        if self.all_real and self.given is self.own:
-            free = torch.arange(self.own.numel(), device=device)
+        n, device = len(self.leaves), self.real.device
+        links = torch.zeros(n + 1, n + 1, dtype=torch.bool, device=device)
+        if self.all_real and self.given is self.indices:
+            tokens = torch.arange(self.indices.numel(), device=device)
         else:
-            free = (self.keep & (self.given >= 0)).flatten().nonzero().flatten()
-            free = free if len(free) else self.keep.flatten().nonzero().flatten()
-        mixed = torch.randperm(len(free), generator=self.generator, device="cpu")
-        free = free[mixed[: _TESTS * (n + 1)].to(device)]
-        for turn in range(1 + (len(free) < 2 * n + 2)):
-            if turn and not bool((found[1:n] == found[: n - 1]).all(1).any()):
+            tokens = (self.real & (self.given >= 0)).flatten().nonzero().flatten()
+            tokens = tokens if len(tokens) else self.real.flatten().nonzero().flatten()
+        permutation = torch.randperm(len(tokens), generator=self.generator, device="cpu")
+        tokens = tokens[permutation[: _TESTS * (n + 1)].to(device)]
+        # with few tokens a column is tested at one token only, and perhaps again at another
+        for attempt in range(1 + (len(tokens) < 2 * n + 2)):
+            if attempt and not bool((links[1:n] == links[: n - 1]).all(1).any()):
                 break  # else layers read the same, or something silences one at its only token
-            free = free.roll(turn)
-            for start in range(0, n + 1, len(free)):
-                some = torch.arange(start, min(start + len(free), n + 1), device=device)
-                self._link(free, some[torch.arange(len(free), device=device) % len(some)], found)
+            tokens = tokens.roll(attempt)
+            for start in range(0, n + 1, len(tokens)):
+                some = torch.arange(start, min(start + len(tokens), n + 1), device=device)
+                columns = some[torch.arange(len(tokens), device=device) % len(some)]
+                self._test_links(tokens, columns, links)
         if self.replays.root is None:
-            found[:, 0] = True  # the path around the first stage is not known
+            links[:, 0] = True  # the path around the first stage is not known
         if not self.per_token:
-            self._link_pooled(found)
-        if not bool(found[-1].any()):
+            self._test_links_of_pooled(links)
+        if not bool(links[-1].any()):
             raise NotAChain(
                 "No layer's output changes the model's output, so it cannot be determined whether "
                 f"the model's output reads the layers, and in which token order. {INSTEAD}"
             )
-        return found
+        return links
 
-    def _link(self, tokens: Tensor, columns: Tensor, found: Tensor) -> None:
-        """Find by two replays the earlier outputs that layers read; set them to True in ``found``.
+    def _test_links(self, tokens: Tensor, columns: Tensor, links: Tensor) -> None:
+        """Find by two replays the earlier outputs that layers read; set them to True in ``links``.
 
         Args:
             tokens: tokens of the first layer, numbered over all examples (T,).
-            columns: the column of ``found`` that is tested at each of these tokens (T,).
-            found: the mask that :meth:`_links` returns.
+            columns: the column of ``links`` that is tested at each of these tokens (T,).
+            links: the mask that :meth:`_links_from_root` returns.
         """
-        none, length = found.shape[1], self.own.shape[1]
-        slots = torch.full_like(self.own, none).flatten()
-        slots[tokens] = columns
-        slots = slots.view_as(self.own)
-        ours = [slots if order is None else slots.gather(1, order) for order in self.orders]
+        no_column, length = links.shape[1], self.indices.shape[1]
+        column_at = torch.full_like(self.indices, no_column).flatten()
+        column_at[tokens] = columns
+        column_at = column_at.view_as(self.indices)
+        columns_at = [column_at if x is None else column_at.gather(1, x) for x in self.orders]
         places = [
             tokens if order is None else tokens - tokens % length + _inverse(order)[tokens]
             for order in self.orders
         ]
 
-        def at(noise: bool) -> list[Tensor]:
-            """Replay with or without noise; return what layers and output read at ``tokens``."""
-            read: list[Tensor] = []
+        def replay(with_noise: bool) -> list[Tensor]:
+            """Replay; return the layers' inputs and the output at ``tokens``, (T, E) each."""
+            values: list[Tensor] = []
 
-            def keep(k: int, x: Tensor) -> None:
-                read.append(x.flatten(0, 1).index_select(0, places[k].to(x.device)))
+            def record(k: int, x: Tensor) -> None:
+                values.append(x.flatten(0, 1).index_select(0, places[k].to(x.device)))
 
             def leaf(k: int, entering: Tensor) -> Tensor:
-                keep(k, entering)
-                own, slot = self.leaves[k], ours[k].to(self.leaves[k].device)
+                record(k, entering)
+                own, column = self.leaves[k], columns_at[k].to(self.leaves[k].device)
                 # Column 0 is the root, k + 1 leaf k. Leaves later than a token's column are zero:
                 # noise passes them on the stream alone, and through no gate.
-                return self.replays.noisy(own, (slot == k + 1) & noise, k) * (slot > k)[..., None]
+                noisy = self.replays.noisy(own, (column == k + 1) & with_noise, k)
+                return noisy * (column > k)[..., None]
 
-            on = self._root_mask(slots == 0) & noise
+            on = self._root_mask(column_at == 0) & with_noise
             output = self.replays.run(leaf, lambda x: self.replays.noisy(x, on))
             if self.per_token:
-                keep(-1, output)
-            return read
+                record(-1, output)
+            return values
 
-        for k, (real, noise) in enumerate(zip(at(False), at(True), strict=True)):
-            is_read = changed(noise, real).to(columns.device) & (columns <= k)
-            read = found.new_zeros(none + 1).scatter_(0, columns.where(is_read, none), True)
-            found[k] |= read[:none]
+        for k, (calm, noisy) in enumerate(zip(replay(False), replay(True), strict=True)):
+            reads = changed(noisy, calm).to(columns.device) & (columns <= k)
+            row = links.new_zeros(no_column + 1).scatter_(0, columns.where(reads, no_column), True)
+            links[k] |= row[:no_column]
 
-    def _link_pooled(self, found: Tensor) -> None:
-        """Find the outputs that a pooled output reads; set the last row of ``found`` to them.
+    def _test_links_of_pooled(self, links: Tensor) -> None:
+        """Find the outputs that a pooled output reads; set the last row of ``links`` to them.
 
         A pooled output has no tokens to test several outputs at once. The last layer, and those
         that read the same, are tested one by one: do they change the output, with the others of
         them at zero? All earlier outputs are tested together, with these layers at zero.
 
         Args:
-            found: for each layer and the output, whether it reads the root and each layer.
+            links: for each layer and the output, whether it reads the root and each layer.
 
         Raises:
             NotAChain: if the output reads two of these layers at different tokens.
         """
         last = len(self.leaves) - 1
-        stage = [k for k in range(last + 1) if k == last or torch.equal(found[k], found[last])]
+        stage = [k for k in range(last + 1) if k == last or torch.equal(links[k], links[last])]
 
-        def output(of_stage: Tensor, of_others: bool, alone: int | None = None) -> Tensor:
+        def pooled_output(on: Tensor, noise_elsewhere: bool, only: int | None = None) -> Tensor:
             """Replay; return the output for each example (B, n).
 
             Args:
-                of_stage: tokens (B, L) with noise in the last layers, which are zero elsewhere.
-                of_others: whether the root and earlier layers have noise.
-                alone: the only one of the last layers that is not zero. Default: None, all.
+                on: tokens (B, L) with noise in the last layers, which are zero elsewhere.
+                noise_elsewhere: whether the root and earlier layers have noise.
+                only: the only one of the last layers that is not zero. Default: None, all.
             """
 
             def leaf(k: int, _: Tensor) -> Tensor:
-                own, order = self.leaves[k], self.orders[k]
+                recorded, order = self.leaves[k], self.orders[k]
                 if k not in stage:
-                    return self.replays.noisy(own, of_others, k)
-                on = of_stage & (alone in (None, k))
-                on = on if order is None else on.gather(1, order)
-                return self.replays.noisy(own, on, k) * on.to(own.device)[..., None]
+                    return self.replays.noisy(recorded, noise_elsewhere, k)
+                mask = on & (only in (None, k))
+                mask = mask if order is None else mask.gather(1, order)
+                return self.replays.noisy(recorded, mask, k) * mask.to(recorded.device)[..., None]
 
-            root = self._root_mask(torch.full_like(self.keep, of_others))
+            root = self._root_mask(torch.full_like(self.real, noise_elsewhere))
             pooled = self.replays.run(leaf, lambda x: self.replays.noisy(x, root))
             return pooled.reshape(len(pooled), -1)
 
-        everywhere, given = torch.ones_like(self.keep), self.given >= 0
-        neither = output(~everywhere, False)
+        everywhere, given = torch.ones_like(self.real), self.given >= 0
+        calm = pooled_output(~everywhere, False)
         for k in stage:
-            found[-1, k + 1] = changed(output(everywhere, False, k), neither).any()
-        stage = [k for k in stage if found[-1, k + 1]]
+            links[-1, k + 1] = changed(pooled_output(everywhere, False, k), calm).any()
+        stage = [k for k in stage if links[-1, k + 1]]
         if len(stage) > 1:
-            halves = [x for has in self._sets_by_bit(self.keep.shape[1]) for x in (has, ~has)]
+            halves = [x for half in self._sets_by_bit(self.real.shape[1]) for x in (half, ~half)]
             answers = [
-                torch.stack([changed(output(on, False, k), neither) for on in halves])
+                torch.stack([changed(pooled_output(mask, False, k), calm) for mask in halves])
                 for k in stage
             ]
             others = [k for k, x in zip(stage, answers, strict=True) if not x.equal(answers[-1])]
@@ -650,12 +669,12 @@ class _OrderSearch:
                     f"The model's output reads {_lower_first(self.names[stage[-1]])} and "
                     f"{_lower_first(self.names[others[0]])} at different tokens. {INSTEAD}"
                 )
-        older = found[last].nonzero().flatten()
-        found[-1, older] = changed(output(~everywhere, True), neither).any()
-        if older.tolist() == [0] and not bool(given.all()):
+        earlier = links[last].nonzero().flatten()
+        links[-1, earlier] = changed(pooled_output(~everywhere, True), calm).any()
+        if earlier.tolist() == [0] and not bool(given.all()):
             # an output that reads only tokens added by the model never meets noise in the root;
             # such tokens are taken to pass the layers by
-            found[-1, 0] |= not bool(changed(output(given, False), neither).any())
+            links[-1, 0] |= not bool(changed(pooled_output(given, False), calm).any())
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -668,31 +687,32 @@ def _lower_first(name: str) -> str:
     return name[0].lower() + name[1:]
 
 
-def _other_shape(name: str, x: Tensor, before: Tensor) -> str:
+def _shape_complaint(name: str, x: Tensor, before: Tensor) -> str:
     shapes = f"shape {tuple(x.shape)} when the model runs again, not {tuple(before.shape)}"
     return f"{name} reads an input of {shapes}. Make forward_func repeatable, or use LatimFlow."
 
 
-def _both_change(calm: Tensor, one: Tensor, other: Tensor) -> bool:
-    """Return True if an entry depends on both token sets: it changes with noise at either one."""
+def _has_mixed_entry(calm: Tensor, one: Tensor, other: Tensor) -> bool:
+    """Return True if an entry depends on two token sets: it changes with noise at either set."""
     if calm.shape != one.shape or calm.shape != other.shape:
         return False
     limit = UNITS * torch.finfo(calm.dtype).eps * calm.abs().max()
     return bool((((one - calm).abs() > limit) & ((other - calm).abs() > limit)).any())
 
 
-def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], bool]]:
+def _group_into_stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], bool]]:
     """Group layers by residual stream; return each group, and True if the stream bypasses it.
 
     Raises:
         NotAChain: when stages do not follow each other.
     """
+    # by layer the columns that it reads: 0 is the root, k + 1 the output of layer k
     reads = [set(row.nonzero().flatten().tolist()) for row in links.cpu()]
     feeds: set[int] = set()
     stages: list[list[int]] = []
     for k, layer in enumerate(layers):
-        fed = bool(stages) and stages[-1][-1] in feeds
-        if fed or (stages and reads[k] == reads[stages[-1][0]]):
+        is_fed = bool(stages) and stages[-1][-1] in feeds
+        if is_fed or (stages and reads[k] == reads[stages[-1][0]]):
             stages[-1].append(k)
         else:
             stages.append([k])
@@ -703,26 +723,26 @@ def _stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[list[int], boo
     for i, stage in enumerate(stages):
         own, name = {k + 1 for k in stage} - fed_by, f"Layer {layers[stage[0]].name!r}"
         is_last = i + 1 == len(stages)
-        here = reads[stage[0]] - fed_by
-        behind = reads[-1] if is_last else reads[stages[i + 1][0]]
-        behind = behind - fed_by
+        stream_before = reads[stage[0]] - fed_by
+        stream_after = reads[-1] if is_last else reads[stages[i + 1][0]]
+        stream_after = stream_after - fed_by
         follower = "The model's output" if is_last else f"Layer {layers[stages[i + 1][0]].name!r}"
-        if not own <= behind:
+        if not own <= stream_after:
             raise NotAChain(
                 f"{follower} does not read the output of {_lower_first(name)}, which ran before. "
                 "A hook may set this output to zero, or the model has branches of layers, or runs "
                 f"several times. {INSTEAD}"
             )
-        if here & behind and not here <= behind:
-            last = max(here - behind)
+        if stream_before & stream_after and not stream_before <= stream_after:
+            last = max(stream_before - stream_after)
             lost = f"the output of layer {layers[last - 1].name!r}" if last else "the model's input"
             raise NotAChain(
                 f"{follower} reads the output of {_lower_first(name)}, but not all tensors of the "
                 f"residual stream that this layer reads: {lost} is missing. {INSTEAD}"
             )
-        if behind - here - own:
+        if stream_after - stream_before - own:
             raise NotAChain(f"{follower} reads a stream that bypasses several layers. {INSTEAD}")
-        has_stream.append(bool(here & behind))
+        has_stream.append(bool(stream_before & stream_after))
     return list(zip(stages, has_stream, strict=True))
 
 
@@ -746,38 +766,39 @@ def tokens_read(replays: Replays) -> list[Tensor | None]:
     entering = [layer.call.hidden_states for layer in replays.layers]
     first = entering[0] if replays.root is None else replays.root
     sets = _halves(first.shape[0] * first.shape[1])
-    changes = [_arrived(replays, entering, on.view(first.shape[:2])) for on in sets.T]
+    changes = [_tokens_changed_by(replays, entering, on.view(first.shape[:2])) for on in sets.T]
     return [
-        _decoded(torch.stack(found, -1), sets, first.shape[1])
-        for found in zip(*changes, strict=True)
+        _decode_tokens(torch.stack(of_layer, -1), sets, first.shape[1])
+        for of_layer in zip(*changes, strict=True)
     ]
 
 
 def _halves(tokens: int) -> Tensor:
     """Return a mask (tokens, sets): each token is in half of the sets, no two in the same half."""
     count = next(n for n in itertools.count(2) if math.comb(n, n // 2) >= tokens)
-    chosen = itertools.islice(itertools.combinations(range(count), count // 2), tokens)
-    index = torch.tensor(list(chosen), device="cpu")
+    sets_of_tokens = itertools.islice(itertools.combinations(range(count), count // 2), tokens)
+    index = torch.tensor(list(sets_of_tokens), device="cpu")
     return torch.zeros(tokens, count, dtype=torch.bool, device="cpu").scatter_(1, index, True)
 
 
-def _arrived(replays: Replays, entering: Sequence[Tensor], on: Tensor) -> list[Tensor]:
+def _tokens_changed_by(replays: Replays, entering: Sequence[Tensor], on: Tensor) -> list[Tensor]:
     """Replay with noise at the input tokens ``on`` (B, L); return each layer's changed tokens."""
-    found: list[Tensor] = []
+    arrived: list[Tensor] = []
 
     def leaf(k: int, x: Tensor) -> Tensor:
         if x.shape != entering[k].shape:
-            raise InputError(_other_shape(f"Layer {replays.layers[k].name!r}", x, entering[k]))
-        there = on.to(x.device) if replays.root is None and k == 0 else changed(x, entering[k])
-        found.append(there.cpu())
+            raise InputError(_shape_complaint(f"Layer {replays.layers[k].name!r}", x, entering[k]))
+        here = on.to(x.device) if replays.root is None and k == 0 else changed(x, entering[k])
+        arrived.append(here.cpu())
         own = replays.leaf(k)
-        return replays.noisy(own, there if there.shape == own.shape[:-1] else bool(there.any()), k)
+        # an output with other tokens than the input has noise everywhere
+        return replays.noisy(own, here if here.shape == own.shape[:-1] else bool(here.any()), k)
 
     replays.run(leaf, lambda x: replays.noisy(x, on))
-    return found
+    return arrived
 
 
-def _decoded(changes: Tensor, sets: Tensor, tokens: int) -> Tensor | None:
+def _decode_tokens(changes: Tensor, sets: Tensor, tokens: int) -> Tensor | None:
     """Return the index of the token that each position reads (B, L'); None if it reads several.
 
     Args:
@@ -785,13 +806,13 @@ def _decoded(changes: Tensor, sets: Tensor, tokens: int) -> Tensor | None:
         sets: a mask of the tokens with noise, of all examples (B L, sets).
         tokens: the number of tokens of an example, L.
     """
-    values = 2 ** torch.arange(sets.shape[1], device="cpu")
-    numbers, place = (sets * values).sum(1).sort()
-    here = (changes * values).sum(-1)
-    at = torch.searchsorted(numbers, here).clamp_max(len(numbers) - 1)
-    found, is_one = place[at], numbers[at] == here
-    rows = torch.arange(len(here), device="cpu").view(-1, *[1] * (here.dim() - 1))
-    apart = is_one & (found // tokens == rows)
-    if bool((~apart & (here > 0)).any()) or not bool(apart.any()):
+    powers = 2 ** torch.arange(sets.shape[1], device="cpu")
+    codes, token_of_code = (sets * powers).sum(1).sort()  # a code: a token's sets as binary digits
+    code = (changes * powers).sum(-1)
+    nearest = torch.searchsorted(codes, code).clamp_max(len(codes) - 1)
+    token, is_known = token_of_code[nearest], codes[nearest] == code
+    rows = torch.arange(len(code), device="cpu").view(-1, *[1] * (code.dim() - 1))
+    is_read = is_known & (token // tokens == rows)  # not a token of another example
+    if bool((~is_read & (code > 0)).any()) or not bool(is_read.any()):
         return None
-    return torch.where(apart, found % tokens, -1)
+    return torch.where(is_read, token % tokens, -1)

@@ -57,7 +57,7 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
 
 def call_anew(*given: Any) -> list[Tensor]:
     """A call of as many operations each time: what is known of a model saves some."""
-    structure._found.clear()
+    structure._arrangements.clear()
     return call(*given)
 
 
