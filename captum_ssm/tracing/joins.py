@@ -38,8 +38,6 @@ from .values import (
 )
 from .way import AffineStep, Way, along
 
-#: Key of a tensor in a run: module, number of the call, True for an input, index among several.
-_Key = tuple[nn.Module, int, bool, int]
 #: A function that rearranges a tensor to (B, L, E), in the token order of a layer's operator.
 _Reading = Callable[[Tensor], Tensor]
 
@@ -53,7 +51,16 @@ _AROUND = 12
 _SEED = 2_718_281
 
 
-class _Seen(NamedTuple):
+class _Key(NamedTuple):
+    """Key of a tensor in a run: a module's input or output, and its index among several tensors."""
+
+    module: nn.Module
+    call: int
+    enters: bool
+    nth: int
+
+
+class _SeenTensor(NamedTuple):
     """A tensor that entered or left a module, and the number of mixers that ran before."""
 
     ran: int
@@ -67,7 +74,7 @@ class _Slot(NamedTuple):
     at: Tensor
 
 
-class _Found(NamedTuple):
+class _StreamSum(NamedTuple):
     """The sum that adds outputs of layers to the residual stream.
 
     Attributes:
@@ -91,15 +98,15 @@ class _Join:
         members: the indices of the layers.
         branches: by layer index, the layer's output and tensors found to be affine in the output.
         until: the number of mixers that have run when the next layer reads the stream.
-        apart: the steps from each layer to a sum of only the outputs, without the stream.
-        found: the sum with the stream; None until found.
+        bare_ways: the steps from each layer to a sum of only the outputs, without the stream.
+        sum: the sum with the stream; None until found.
     """
 
     members: Sequence[int]
     branches: dict[int, list[Branch]]
     until: int
-    apart: dict[int, Way] = field(default_factory=dict)
-    found: _Found | None = None
+    bare_ways: dict[int, Way] = field(default_factory=dict)
+    sum: _StreamSum | None = None
 
 
 def join(replays: Replays, stages: Sequence[Sequence[Layer]], order: Tensor | None) -> None:
@@ -124,11 +131,11 @@ class _JoinSearch:
     """
 
     def __init__(
-        self, replays: Replays, stages: Sequence[Sequence[Layer]], order: Tensor | None
+        self, replays: Replays, stages: Sequence[Sequence[Layer]], output_order: Tensor | None
     ) -> None:
         self.replays, self.layers = replays, replays.layers
-        number = {layer: k for k, layer in enumerate(self.layers)}
-        self.stages = [[number[layer] for layer in stage] for stage in stages]
+        index_of = {layer: k for k, layer in enumerate(self.layers)}
+        self.stages = [[index_of[layer] for layer in stage] for stage in stages]
         #: Each layer's recorded output (B, L, E), in its operator's order of tokens.
         self.leaves = [x.in_order(replays.leaf(k)) for k, x in enumerate(self.layers)]
         #: The modules outside mixers, whose inputs and outputs are compared between replays.
@@ -137,14 +144,14 @@ class _JoinSearch:
         self.is_chain = all(x.stage is not None and x.map is None for x in self.layers)
         #: The orders of tokens in the run, to match a tensor with a layer.
         self.orders: list[Tensor] = []
-        for each in (*(layer.order for layer in self.layers), order):
-            if each is not None and not any(torch.equal(each, one) for one in self.orders):
-                self.orders.append(each)
+        for order in (*(layer.order for layer in self.layers), output_order):
+            if order is not None and not any(torch.equal(order, x) for x in self.orders):
+                self.orders.append(order)
         #: The layers' inputs and the model's output in a replay without noise.
-        self.unchanged: list[Tensor] = []
+        self.calm_inputs: list[Tensor] = []
         #: Tensors at modules in a replay without and with noise.
-        self.real: dict[_Key, _Seen] = {}
-        self.noisy: dict[_Key, _Seen] = {}
+        self.calm: dict[_Key, _SeenTensor] = {}
+        self.noisy: dict[_Key, _SeenTensor] = {}
         #: The tokens at which each layer has noise; without layers there is none.
         self.slots: dict[int, _Slot] = {}
         #: Layers' outputs with noise at all tokens, by layer index.
@@ -156,73 +163,74 @@ class _JoinSearch:
         This calls each layer's :meth:`.Layer.join` with the stream and the steps to the stream, or
         with None if they were not found.
         """
-        for some in self._groups():
+        for group in self._groups_of_stages():
             # from the first mixer of the group until the mixers of the next stage have run
-            wanted = range(min(some[0]), max(some[-1]) + 2 + self._after(some[-1]))
-            self.slots, self.loud, self.real, self.noisy = {}, {}, {}, {}
-            self.real = self._tensors(wanted)  # no slot yet: no noise
-            self.slots = self._slots([k for stage in some for k in stage])
-            self.noisy = self._tensors(wanted)
-            joins = [each for stage in some for each in self._joins(stage)]
-            for each in joins:
-                self._find(each)
-            lost = self._read_elsewhere(joins)
-            for each in joins:
-                if each.found is not None and each not in lost:
-                    for k, way in each.found.ways.items():
-                        self.layers[k].join(each.found.stream, way)
-                elif each.apart and not self.layers[max(each.members)].has_stream:
+            wanted = range(min(group[0]), max(group[-1]) + 2 + self._layers_after(group[-1]))
+            self.slots, self.loud, self.calm, self.noisy = {}, {}, {}, {}
+            self.calm = self._record_tensors(wanted)  # no slot yet: no noise
+            self.slots = self._assign_slots([k for stage in group for k in stage])
+            self.noisy = self._record_tensors(wanted)
+            joins = [join for stage in group for join in self._split_into_joins(stage)]
+            for join in joins:
+                self._find_sum(join)
+            lost = self._joins_read_elsewhere(joins)
+            for join in joins:
+                if join.sum is not None and join not in lost:
+                    for k, way in join.sum.ways.items():
+                        self.layers[k].join(join.sum.stream, way)
+                elif join.bare_ways and not self.layers[max(join.members)].has_stream:
                     # no stream is added, but the way was seen
-                    for k, way in each.apart.items():
+                    for k, way in join.bare_ways.items():
                         self.layers[k].join(None, way)
                 else:
-                    for k in each.members:
+                    for k in join.members:
                         self.layers[k].join(None, None)
-        self.real, self.noisy = {}, {}
+        self.calm, self.noisy = {}, {}
 
-    def _after(self, stage: Sequence[int]) -> int:
+    def _layers_after(self, stage: Sequence[int]) -> int:
         """Return the number of layers in the next stage, or 1 if ``stage`` is the last."""
-        later = [other for other in self.stages if other[0] > stage[-1]]
-        return len(later[0]) if later else 1
+        later_stages = [other for other in self.stages if other[0] > stage[-1]]
+        return len(later_stages[0]) if later_stages else 1
 
-    def _groups(self) -> Iterator[list[list[int]]]:
+    def _groups_of_stages(self) -> Iterator[list[list[int]]]:
         """Yield lists of stages small enough, in tokens and memory, to share the same replays."""
-        size = self.leaves[0].shape[1]
+        tokens = self.leaves[0].shape[1]
         if not self.is_chain:
             yield from ([stage] for stage in self.stages)
             return
         largest = max(map(len, self.stages))
-        most = min(size // largest // 2, _BYTES // (self.leaves[0].nbytes * _AROUND * largest))
-        for start in range(0, len(self.stages), max(1, most)):
-            yield self.stages[start : start + max(1, most)]
+        # each layer of a group needs tokens of its own, at least two
+        count = min(tokens // largest // 2, _BYTES // (self.leaves[0].nbytes * _AROUND * largest))
+        for start in range(0, len(self.stages), max(1, count)):
+            yield self.stages[start : start + max(1, count)]
 
-    def _slots(self, numbers: Sequence[int]) -> dict[int, _Slot]:
+    def _assign_slots(self, layers: Sequence[int]) -> dict[int, _Slot]:
         """Assign the tokens to layers at random; each layer gets noise only at these tokens."""
-        batch, tokens = self.leaves[numbers[0]].shape[:2]
+        batch, tokens = self.leaves[layers[0]].shape[:2]
         generator = torch.Generator("cpu").manual_seed(_SEED)
-        drawn = torch.rand((batch, tokens), generator=generator, device="cpu").argsort(1)
-        out = {}
-        for i, k in enumerate(numbers):
-            on, device = drawn % len(numbers) == i, self.leaves[k].device
-            out[k] = _Slot(on.to(device), on.flatten().nonzero()[:, 0].to(device))
-        return out
+        random_ranks = torch.rand((batch, tokens), generator=generator, device="cpu").argsort(1)
+        slots = {}
+        for i, k in enumerate(layers):
+            on, device = random_ranks % len(layers) == i, self.leaves[k].device
+            slots[k] = _Slot(on.to(device), on.flatten().nonzero()[:, 0].to(device))
+        return slots
 
-    def _joins(self, stage: Sequence[int]) -> list[_Join]:
+    def _split_into_joins(self, stage: Sequence[int]) -> list[_Join]:
         """Split a stage into groups of layers whose outputs one sum adds to the residual stream."""
         feeders = [k for k in stage if self.layers[k].joins == "feeds"]
         writers = [k for k in stage if k not in feeders] or list(stage)
-        found = [[k] for k in feeders if k not in writers]
+        groups = [[k] for k in feeders if k not in writers]
         if self.layers[writers[-1]].has_stream or len(writers) > 1:
-            found.append(writers)
-        out = []
-        for members in found:
+            groups.append(writers)
+        joins = []
+        for members in groups:
             branches = {}
             for k in members:
                 own = self.layers[k].in_order(self._noisy_output(k))
                 branches[k] = [Branch((), change_at(own, self.leaves[k], self.slots[k].at))]
             until = members[0] + 1 if members is not writers else stage[-1] + 1
-            out.append(_Join(members, branches, until + self._after(stage)))
-        return out
+            joins.append(_Join(members, branches, until + self._layers_after(stage)))
+        return joins
 
     # --- replays ---------------------------------------------------------------------------
 
@@ -230,73 +238,74 @@ class _JoinSearch:
         """Return layer k's recorded output with noise at all tokens, in the module's layout."""
         if k not in self.loud:
             leaf = self.replays.leaf(k)
-            around = [seen.value for seen in self.real.values() if seen.ran == k]
-            sizes = [x.abs().max().to(leaf) for x in around if x.numel() == leaf.numel()]
-            loud = _NOISE * torch.stack([leaf.abs().max(), *sizes]).max()
-            loud = loud.clamp(max=torch.finfo(leaf.dtype).max / 64)
+            nearby = [seen.value for seen in self.calm.values() if seen.ran == k]
+            nearby_sizes = [x.abs().max().to(leaf) for x in nearby if x.numel() == leaf.numel()]
+            noise_size = _NOISE * torch.stack([leaf.abs().max(), *nearby_sizes]).max()
+            noise_size = noise_size.clamp(max=torch.finfo(leaf.dtype).max / 64)  # stays finite
             generator = torch.Generator("cpu").manual_seed(_SEED + k)
             noise = torch.randn(leaf.shape[1:], generator=generator, device="cpu").to(leaf)
-            self.loud[k] = leaf + noise * (loud + (loud == 0))
+            self.loud[k] = leaf + noise * (noise_size + (noise_size == 0))
         return self.loud[k]
 
     def _leaf(self, k: int) -> Tensor:
         """Return layer k's recorded output with noise at its own tokens, in the module's layout."""
-        own, slot = self.replays.leaf(k), self.slots.get(k)
+        recorded, slot = self.replays.leaf(k), self.slots.get(k)
         if slot is None:
-            return own.clone()
+            return recorded.clone()
         (on, at), loud, order = slot, self._noisy_output(k), self.layers[k].order
         if len(at) == on.numel():
             return loud.clone()
         on = on if order is None else on.index_select(1, order.to(on.device))
-        return torch.where(on[..., None], loud, own)
+        return torch.where(on[..., None], loud, recorded)
 
-    def _tensors(self, wanted: range) -> dict[_Key, _Seen]:
+    def _record_tensors(self, wanted: range) -> dict[_Key, _SeenTensor]:
         """Replay the run once, and return the floating tensors that enter and leave modules.
 
-        A tensor is kept only if the number of mixers that have run is in ``wanted``.
+        A tensor is kept only if the number of mixers that have run is in ``wanted``. The replay
+        has noise at :attr:`slots`; without slots it sets :attr:`calm_inputs`.
         """
-        found: dict[_Key, _Seen] = {}
-        # a block's output enters the next one and its norm: one copy serves
+        seen_tensors: dict[_Key, _SeenTensor] = {}
+        # the latest tensor and its copy: a block's output enters the next one and its norm
         latest: tuple[Callable[[], Any], int, Tensor] = (lambda: None), 0, self.leaves[0]
 
-        def keep(key: _Key, x: Tensor) -> None:
+        def record(key: _Key, x: Tensor) -> None:
             nonlocal latest
             if self.replays.ran in wanted:
                 version = -1 if x.is_inference() else x._version
                 if latest[0]() is not x or latest[1] != version or version < 0:
                     latest = weakref.ref(x), version, x.detach().clone()
-                found[key] = _Seen(self.replays.ran, latest[2])
+                seen_tensors[key] = _SeenTensor(self.replays.ran, latest[2])
 
-        read = self._replayed(keep)
+        inputs = self._replay(record)
         if not self.slots:
-            self.unchanged = read
-        return found
+            self.calm_inputs = inputs
+        return seen_tensors
 
-    def _replayed(self, receive: Callable[[_Key, Tensor], None]) -> list[Tensor]:
+    def _replay(self, receive: Callable[[_Key, Tensor], None]) -> list[Tensor]:
         """Replay with noise at each layer's tokens; pass modules' tensors to ``receive``.
 
         Return the layers' inputs and the output.
         """
-        read: list[Tensor] = []
+        inputs: list[Tensor] = []
 
         def note(module: nn.Module, call: int, enters: bool, value: Any) -> None:
             for i, x in enumerate(sequences_in(value)):
-                receive((module, call, enters, i), x)
+                receive(_Key(module, call, enters, i), x)
 
         def leaf(k: int, entering: Tensor) -> Tensor:
-            read.append(entering)
+            inputs.append(entering)
             return self._leaf(k)
 
         with observing(self.modules, note):
             output = self.replays.run(leaf)
-        return [*read, output]
+        return [*inputs, output]
 
-    def _read_elsewhere(self, joins: Sequence[_Join]) -> set[_Join]:
+    def _joins_read_elsewhere(self, joins: Sequence[_Join]) -> set[_Join]:
         """Return the joins whose outputs the model also reads outside of the residual stream."""
-        known = [each for each in joins if each.found is not None and each.found.at is not None]
-        if not known or not self._is_read_elsewhere(known):
+        known = [join for join in joins if join.sum is not None and join.sum.at is not None]
+        if not known or not self._is_read_elsewhere(known):  # usually one replay for all
             return set()
-        return {each for each in known if self._is_read_elsewhere([each])}
+        return {join for join in known if self._is_read_elsewhere([join])}
 
     def _is_read_elsewhere(self, joins: Sequence[_Join]) -> bool:
         """Return True if noise still changes the run when the residual streams are restored.
@@ -306,75 +315,81 @@ class _JoinSearch:
         at tokens without noise, and no layer's input, except for a norm of the stream that the
         layer read before the stream was seen.
         """
-        slots, before = self.slots, self.unchanged
-        self.slots = {k: slots[k] for each in joins for k in each.members}
-        joined_at = {each.found.at: each for each in joins if each.found is not None}
+        slots, calm_inputs = self.slots, self.calm_inputs
+        self.slots = {k: slots[k] for join in joins for k in join.members}
+        joined_at = {join.sum.at: join for join in joins if join.sum is not None}
         # a fused kernel returns the stream and a norm of it: all outputs of its call are restored
-        calls = {key[:3] for key in joined_at if key is not None and not key[2]}
+        calls = {key[:3] for key in joined_at if key is not None and not key.enters}
         changes: list[Tensor] = []
-        early: dict[int, Tensor] = {}  # streams with noise, by the layers that ran before them
+        # streams with noise, by the later layers that ran before the stream was seen
+        noisy_streams: dict[int, Tensor] = {}
 
-        def put_back(key: _Key, x: Tensor) -> None:
+        def restore(key: _Key, x: Tensor) -> None:
+            """Overwrite a found stream ``x`` by its value without noise; note other changes."""
             if key in joined_at or key[:3] in calls:
-                real, each = self.real[key].value, joined_at.get(key)
-                if each is not None and each.found is not None:
-                    noisy = torch.stack([self.slots[k].on for k in each.members]).any(0)
-                    now, then = each.found.reading(x), each.found.reading(real)
-                    changes.append((changed(now, then) & ~noisy.to(x.device)).any())
-                    if ran := range(max(each.members) + 1, self.replays.ran):
-                        early.update(dict.fromkeys(ran, now.clone()))
-                x.detach().copy_(real)
+                calm, join = self.calm[key].value, joined_at.get(key)
+                if join is not None and join.sum is not None:
+                    noisy_tokens = torch.stack([self.slots[k].on for k in join.members]).any(0)
+                    stream, calm_stream = join.sum.reading(x), join.sum.reading(calm)
+                    elsewhere = ~noisy_tokens.to(x.device)
+                    changes.append((changed(stream, calm_stream) & elsewhere).any())
+                    if ran := range(max(join.members) + 1, self.replays.ran):
+                        noisy_streams.update(dict.fromkeys(ran, stream.clone()))
+                x.detach().copy_(calm)
 
-        read = self._replayed(put_back)
+        inputs = self._replay(restore)
         self.slots = slots
-        for k, (x, y) in enumerate(zip(read, before, strict=True)):
-            stream = early[k].to(x.device) if k in early else None
+        for k, (x, y) in enumerate(zip(inputs, calm_inputs, strict=True)):
+            stream = noisy_streams[k].to(x.device) if k in noisy_streams else None
             if stream is None or stream.shape != x.shape or norm_of(stream, x, None) is None:
                 changes.append(changed(x, y).any())
         return bool(torch.stack([x.to(self.leaves[0].device) for x in changes]).any())
 
     # --- one join --------------------------------------------------------------------------
 
-    def _find(self, each: _Join) -> None:
-        """Search the tensors after a join's layers for the sum, and set ``each.found``."""
-        first, last = min(each.members), max(each.members)
-        for key, (ran, value) in self.real.items():
-            if not first < ran <= each.until or key not in self.noisy:
+    def _find_sum(self, join: _Join) -> None:
+        """Search the tensors after a join's layers for the sum, and set ``join.sum``."""
+        first, last = min(join.members), max(join.members)
+        for key, (ran, value) in self.calm.items():
+            if not first < ran <= join.until or key not in self.noisy:
                 continue
             for reading in self._readings(value, last):
-                x, now = reading(value), reading(self.noisy[key].value)
-                if now.shape != x.shape:
+                x, noisy = reading(value), reading(self.noisy[key].value)
+                if noisy.shape != x.shape:
                     continue
-                known = self._fits(each, x, now)
-                if not known and key[2] and self._append_gated(each, key, x, now, reading):
-                    known = self._fits(each, x, now)
-                if not known:
-                    self._follow_concatenated(each, key, x, now, reading)
+                ways = self._ways_to(join, x, noisy)
+                if not ways and key.enters and self._append_gated(join, key, x, noisy, reading):
+                    ways = self._ways_to(join, x, noisy)
+                if not ways:
+                    self._follow_concatenated(join, key, x, noisy, reading)
                     continue
-                if len(known) == len(each.members):
-                    rest = x - _added(known, self.leaves, x)
+                if len(ways) == len(join.members):
+                    rest = x - _sum_of_outputs(ways, self.leaves, x)
                     if not is_constant(rest, x):
-                        stream = self._stream_before(rest, each.members, ran, reading)
+                        stream = self._stream_before(rest, join.members, ran, reading)
                         if stream is not None:
-                            each.found = _Found(known, stream, key, reading)
+                            join.sum = _StreamSum(ways, stream, key, reading)
                             return
                         continue
-                    each.apart = each.apart or known
-                self._follow_module(each, key, x, reading, known)
+                    join.bare_ways = join.bare_ways or ways
+                self._follow_module(join, key, x, reading, ways)
                 break
-        if each.found is None:
-            self._find_by_value(each)
+        if join.sum is None:
+            self._find_by_value(join)
 
-    def _fits(self, each: _Join, x: Tensor, now: Tensor) -> dict[int, Way]:
-        """Return the affine steps to ``x`` from each layer whose noise explains ``x``'s change."""
-        found = {}
-        for k in each.members:
+    def _ways_to(self, join: _Join, x: Tensor, noisy: Tensor) -> dict[int, Way]:
+        """Return the affine steps to ``x`` from each layer whose noise explains ``x``'s change.
+
+        ``noisy`` is the value of ``x`` in the replay with noise.
+        """
+        ways = {}
+        for k in join.members:
             on, at = self.slots[k]
             if on.shape == x.shape[:2]:
-                way = fit(each.branches[k], change_at(now, x, at), x)
+                way = fit(join.branches[k], change_at(noisy, x, at), x)
                 if way is not None:
-                    found[k] = way
-        return found
+                    ways[k] = way
+        return ways
 
     def _stream_before(
         self, rest: Tensor, members: Sequence[int], ran: int, reading: _Reading
@@ -385,21 +400,22 @@ class _JoinSearch:
         a constant, or a sum of two tensors. In all other cases return None.
         """
         first = self.layers[min(members)]
-        block, inside = first.call.block, False
-        before = [first.in_order(first.call.hidden_states)]
-        before = [x.to(rest.device) for x in before if x.shape == rest.shape]
-        left: list[Tensor] = []
-        for key, seen in self.real.items():
-            if min(members) <= seen.ran <= ran and seen.value.numel() == rest.numel():
-                x = reading(seen.value).to(rest.device)
+        block, is_inside = first.call.block, False
+        candidates = [first.in_order(first.call.hidden_states)]
+        candidates = [x.to(rest.device) for x in candidates if x.shape == rest.shape]
+        branch_outputs: list[Tensor] = []
+        for key, (ran_before, value) in self.calm.items():
+            if min(members) <= ran_before <= ran and value.numel() == rest.numel():
+                x = reading(value).to(rest.device)
                 if x.shape != rest.shape:
                     continue
-                if seen.ran == min(members) and key[2]:
-                    before.append(x)
-                inside = inside or seen.ran > min(members) or (key[2] and key[0] is block)
-                if inside and not key[2]:
-                    left.append(x)
-        for kind, x, other in likely(rest, before, left):
+                if ran_before == min(members) and key.enters:
+                    candidates.append(x)
+                is_block = key.enters and key.module is block
+                is_inside = is_inside or ran_before > min(members) or is_block
+                if is_inside and not key.enters:
+                    branch_outputs.append(x)
+        for kind, x, other in likely(rest, candidates, branch_outputs):
             if kind == "scaled":
                 scale = (x * rest).sum() / x.square().sum()
                 if is_same(rest, x) or is_same(rest, scale * x):
@@ -412,137 +428,137 @@ class _JoinSearch:
         return None
 
     def _append_gated(
-        self, each: _Join, key: _Key, x: Tensor, now: Tensor, reading: _Reading
+        self, join: _Join, key: _Key, x: Tensor, noisy: Tensor, reading: _Reading
     ) -> bool:
         """Add ``x`` to the branches if ``x`` is a branch times a gate, an output of some module."""
-        seen = self.real[key]
-        if len(each.members) > 1:
+        if len(join.members) > 1:
             return False
-        width, (k,) = x.shape[-1], each.members
+        (ran, value), width, (k,) = self.calm[key], x.shape[-1], join.members
         gates = [
-            reading(other.value).to(x.device)
-            for place, other in self.real.items()
-            if not place[2] and other.ran == seen.ran and other.value.shape == seen.value.shape
+            reading(gate.value).to(x.device)
+            for gate_key, gate in self.calm.items()
+            if not gate_key.enters and gate.ran == ran and gate.value.shape == value.shape
         ]
-        ways = [branch.steps for branch in each.branches[k][:0:-1]]
-        for one, other in itertools.combinations(each.branches[k][1:], 2):
+        ways = [branch.steps for branch in join.branches[k][:0:-1]]  # latest first
+        for one, other in itertools.combinations(join.branches[k][1:], 2):
             if one.change.shape == other.change.shape:  # a projection and its adapter
                 ways.append(summed([one.steps, other.steps], [1, 1]) or ())
         for steps in ways:
             z = along(steps, self.leaves[k].to(x))
             if z.shape[-1] not in (width, 2 * width):
                 continue
-            for start in range(0, z.shape[-1] - width + 1, width):
-                part = z[..., start : start + width]
+            for start in range(0, z.shape[-1] - width + 1, width):  # z or its halves
+                z_part = z[..., start : start + width]
                 for gate in gates:
-                    if bool((part * gate - x).abs().max() <= rounding_of(x)):
-                        pick = torch.eye(z.shape[-1]).to(x)[:, start : start + width]
-                        some = [] if z.shape[-1] == width else [AffineStep(matrix=pick)]
-                        change = change_at(now, x, self.slots[k].at)
-                        each.branches[k].append(Branch([*steps, *some, AffineStep(gate)], change))
+                    if bool((z_part * gate - x).abs().max() <= rounding_of(x)):
+                        selection = torch.eye(z.shape[-1]).to(x)[:, start : start + width]
+                        to_half = [] if z.shape[-1] == width else [AffineStep(matrix=selection)]
+                        change = change_at(noisy, x, self.slots[k].at)
+                        way = [*steps, *to_half, AffineStep(gate)]
+                        join.branches[k].append(Branch(way, change))
                         return True
         return False
 
     def _follow_module(
-        self, each: _Join, key: _Key, x: Tensor, reading: _Reading, known: Mapping[int, Way]
+        self, join: _Join, key: _Key, x: Tensor, reading: _Reading, ways: Mapping[int, Way]
     ) -> None:
         """If a branch enters a norm or linear module, add the module's output to the branches."""
-        module, call, enters, _ = key
-        left = module, call, False, 0
-        if not enters or left not in self.real or left not in self.noisy:
+        module, _, enters, _ = key
+        output_key = key._replace(enters=False, nth=0)
+        if not enters or output_key not in self.calm or output_key not in self.noisy:
             return
-        out, now = self.real[left].value, self.noisy[left].value
+        out, noisy_out = self.calm[output_key].value, self.noisy[output_key].value
         is_small = next(module.children(), None) is None
-        if out.shape[:-1] != self.real[key].value.shape[:-1] or not is_small:
+        if out.shape[:-1] != self.calm[key].value.shape[:-1] or not is_small:
             return
-        out, now = reading(out), reading(now)
+        out, noisy_out = reading(out), reading(noisy_out)
         if is_same(out, x):  # dropout, identity
             return
         steps = steps_of(module, x, out)
         if steps is None:
             return
-        for i, (k, way) in enumerate(known.items()):  # a constant counts once
-            mine = steps if i == 0 else [step._replace(bias=None) for step in steps]
-            change = change_at(now, out, self.slots[k].at)
-            each.branches[k].append(Branch([*way, *mine], change))
+        for i, (k, way) in enumerate(ways.items()):  # a constant counts once
+            own_steps = steps if i == 0 else [step._replace(bias=None) for step in steps]
+            change = change_at(noisy_out, out, self.slots[k].at)
+            join.branches[k].append(Branch([*way, *own_steps], change))
 
     def _follow_concatenated(
-        self, each: _Join, key: _Key, x: Tensor, now: Tensor, reading: _Reading
+        self, join: _Join, key: _Key, x: Tensor, noisy: Tensor, reading: _Reading
     ) -> None:
         """Add a projection's output to the branches if its input concatenates branches."""
-        left, start, parts = (*key[:2], False, 0), 0, {}
-        if not key[2] or len(each.members) < 2 or left not in self.noisy:
+        output_key, start, inputs = key._replace(enters=False, nth=0), 0, {}
+        if not key.enters or len(join.members) < 2 or output_key not in self.noisy:
             return
-        for k in each.members:
+        for k in join.members:
             width = self.leaves[k].shape[-1]
-            part = slice(start, start + width)
-            change = change_at(now, x, self.slots[k].at)[..., part]
-            way = fit(each.branches[k], change, x[..., part])
+            columns = slice(start, start + width)
+            change = change_at(noisy, x, self.slots[k].at)[..., columns]
+            way = fit(join.branches[k], change, x[..., columns])
             if way is None:
                 return
-            parts[k], start = (part, way), start + width
-        out, after = reading(self.real[left].value), reading(self.noisy[left].value)
-        steps = steps_of(key[0], x, out) if start == x.shape[-1] else None
+            inputs[k], start = (columns, way), start + width
+        out, noisy_out = reading(self.calm[output_key].value), reading(self.noisy[output_key].value)
+        steps = steps_of(key.module, x, out) if start == x.shape[-1] else None
         if steps is None or steps[0].matrix is None or len(steps) > 1:
             return
-        for i, (k, (part, way)) in enumerate(parts.items()):
-            step = AffineStep(matrix=steps[0].matrix[part], bias=None if i else steps[0].bias)
-            change = change_at(after, out, self.slots[k].at)
-            each.branches[k].append(Branch([*way, step], change))
+        for i, (k, (columns, way)) in enumerate(inputs.items()):  # the bias counts once
+            step = AffineStep(matrix=steps[0].matrix[columns], bias=None if i else steps[0].bias)
+            change = change_at(noisy_out, out, self.slots[k].at)
+            join.branches[k].append(Branch([*way, step], change))
 
-    def _find_by_value(self, each: _Join) -> None:
+    def _find_by_value(self, join: _Join) -> None:
         """Search for a residual stream that enters no module, or that only enters a fused norm."""
-        k, *others = each.members
-        if not others and self._factored(each, k):
+        k, *others = join.members
+        if not others and self._find_factored(join, k):
             return
-        if not each.apart or self.layers[max(each.members)].has_stream:
-            self._normed(each)
+        if not join.bare_ways or self.layers[max(join.members)].has_stream:
+            self._find_normed(join)
 
-    def _factored(self, each: _Join, k: int) -> bool:
+    def _find_factored(self, join: _Join, k: int) -> bool:
         """Search for a sum of an earlier tensor and the gated or normed output; True if found."""
-        y, change, at = self.leaves[k], each.branches[k][0].change, self.slots[k].at
-        for key, (ran, value) in self.real.items():
+        y, change, at = self.leaves[k], join.branches[k][0].change, self.slots[k].at
+        for key, (ran, value) in self.calm.items():
             if ran != k + 1 or key not in self.noisy:
                 continue
             for reading in self._readings(value, k):
                 x = reading(value)
                 if x.shape != y.shape:
                     continue
-                moved = change_at(reading(self.noisy[key].value), x, at)
-                for place, seen in self.real.items():
-                    if seen.ran != k or not place[2] or seen.value.shape != value.shape:
+                x_change = change_at(reading(self.noisy[key].value), x, at)
+                for other_key, tensor in self.calm.items():
+                    if tensor.ran != k or not other_key.enters or tensor.value.shape != value.shape:
                         continue
-                    rest = reading(seen.value).to(x.device)
+                    rest = reading(tensor.value).to(x.device)
                     gate = (x - rest) / y.to(x.device)
-                    off = (moved - rows_at(gate, at) * change).abs().max()
-                    is_gate = bool(off <= rounding_of(moved, 64))
+                    error = (x_change - rows_at(gate, at) * change).abs().max()
+                    is_gate = bool(error <= rounding_of(x_change, 64))
                     way = [AffineStep(gate)] if is_gate else norm_of(y.to(x.device), x - rest, None)
                     if way is not None and not is_constant(x - rest, x):
-                        each.found = _Found({k: way}, rest, key, reading)
+                        join.sum = _StreamSum({k: way}, rest, key, reading)
                         return True
         return False
 
-    def _normed(self, each: _Join) -> None:
+    def _find_normed(self, join: _Join) -> None:
         """Search for norm(stream + outputs), which add-and-norm kernels return without the sum."""
-        ways = {k: each.branches[k][-1].steps for k in each.members}
-        some = [along(way, self.leaves[k]) for k, way in ways.items()]
-        if any(x.shape != some[0].shape for x in some):
+        ways = {k: join.branches[k][-1].steps for k in join.members}
+        outputs = [along(way, self.leaves[k]) for k, way in ways.items()]
+        if any(x.shape != outputs[0].shape for x in outputs):
             return
-        added = sum(some[1:], some[0])
-        reading = next(self._readings(added, max(each.members)))
-        near = [
-            (key, reading(seen.value))
-            for key, seen in self.real.items()
-            if seen.ran >= min(each.members) and seen.value.shape == added.shape
+        added = sum(outputs[1:], outputs[0])
+        reading = next(self._readings(added, max(join.members)))
+        nearby = [
+            (key, reading(tensor.value))
+            for key, tensor in self.calm.items()
+            if tensor.ran >= min(join.members) and tensor.value.shape == added.shape
         ]
-        for key, x in near:
-            if not key[2] or is_same(x, added):
+        for key, x in nearby:
+            if not key.enters or is_same(x, added):
                 continue
-            for _, rest in near:
+            for _, rest in nearby:
                 if rest is x or is_constant(rest, rest):
                     continue
                 if norm_of(rest + added, x, None) is not None:
-                    each.found = _Found(ways, rest, None, reading)
+                    join.sum = _StreamSum(ways, rest, None, reading)
                     return
 
     def _readings(self, value: Tensor, k: int) -> Iterator[_Reading]:
@@ -551,18 +567,21 @@ class _JoinSearch:
         batch, tokens, _ = self.leaves[k].shape
         if value.shape[0] == batch and value.numel() == batch * tokens * value.shape[-1]:
             yield lambda x: x.reshape(batch, tokens, -1)
-            if value.shape[:2] == (batch, tokens):
+            if value.shape[:2] == (batch, tokens):  # perhaps in the order of another layer
                 for order in self.orders:
-                    back = order.argsort().to(value.device)
-                    yield functools.partial(torch.index_select, dim=1, index=back)
-        elif value.dim() == 2 and len(value) == batch * tokens:
+                    positions = order.argsort().to(value.device)
+                    yield functools.partial(torch.index_select, dim=1, index=positions)
+        elif value.dim() == 2 and len(value) == batch * tokens:  # as experts read tokens
             yield lambda x: x.reshape(batch, tokens, -1)
-        elif value.dim() == 4 and len(value) == batch and value.shape[2:].numel() == tokens:
+        elif (
+            value.dim() == 4 and len(value) == batch and value.shape[2:].numel() == tokens
+        ):  # images
             yield lambda x: x.flatten(2).transpose(1, 2)
         if layer.map is not None and value.shape[:-1] == layer.output.shape[:-1]:
             yield layer.in_order
 
 
-def _added(ways: Mapping[int, Way], leaves: Sequence[Tensor], like: Tensor) -> Tensor:
-    some = [along(way, leaves[k].to(like)) for k, way in ways.items()]
-    return sum(some[1:], some[0])
+def _sum_of_outputs(ways: Mapping[int, Way], leaves: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return the sum of layers' outputs (B, L, E), after their steps to the stream."""
+    outputs = [along(way, leaves[k].to(like)) for k, way in ways.items()]
+    return sum(outputs[1:], outputs[0])

@@ -75,12 +75,12 @@ class Beginning:
     def seen(self) -> Iterator[None]:
         """Fill this object's attributes from the run of the model inside the ``with``."""
 
-        def keep(x: Tensor) -> Tensor:
+        def on_look_up(x: Tensor) -> Tensor:
             with unseen():
                 self.looked_up = x.detach()
             return x
 
-        def enter(x: Tensor) -> Tensor:
+        def on_entry(x: Tensor) -> Tensor:
             with unseen():
                 self.entered.setdefault(x.shape[1], x.detach().clone())
             return x
@@ -88,7 +88,7 @@ class Beginning:
         def shift(module: nn.Module, args: Any, output: Any) -> None:
             self.shifted.setdefault(module, []).append(output)
 
-        with self.at_look_up(keep), self.at_entry(None, enter), ExitStack() as stack:
+        with self.at_look_up(on_look_up), self.at_entry(None, on_entry), ExitStack() as stack:
             for module in self.model.modules():
                 if type(module).__name__ in WITHIN_TOKENS:
                     stack.enter_context(hooked(module.register_forward_hook, shift, prepend=True))
@@ -96,29 +96,35 @@ class Beginning:
 
     @contextmanager
     def at_look_up(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Apply ``change`` to the first embeddings of the explained ids, inside the ``with``."""
-        given, done = self.ids, False
-        asked: Counter[nn.Module] = Counter()
+        """Apply ``change`` to the first embeddings of the explained ids, inside the ``with``.
+
+        The first run finds the embedding module's call that has these ids. Later runs, in which
+        ids may be replaced, find this call by the module and the number of its earlier calls.
+        """
+        ids, is_found = self.ids, False
+        calls: Counter[nn.Module] = Counter()
 
         def look_up(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
-            nonlocal done
-            this = module, asked[module]
-            asked[module] += 1
-            if done or not (self._are_given(args) if self._table is None else self._table == this):
+            nonlocal is_found
+            table_call = module, calls[module]
+            calls[module] += 1
+            is_first_run = self._table is None
+            is_ours = self._are_explained(args) if is_first_run else self._table == table_call
+            if is_found or not is_ours:
                 return None
-            if self._table is None:
-                self.is_ambiguous = not same_memory(args[0][:, : given.shape[1]], given)
-            done, self._table = True, this
+            if is_first_run:
+                self.is_ambiguous = not same_memory(args[0][:, : ids.shape[1]], ids)
+            is_found, self._table = True, table_call
             return change(output)
 
         with ExitStack() as stack:
-            if given.dim() == 2 and not given.is_floating_point():
+            if ids.dim() == 2 and not ids.is_floating_point():
                 for module in [self._table[0]] if self._table else self.model.modules():
                     if isinstance(module, nn.Embedding):
                         stack.enter_context(hooked(module.register_forward_hook, look_up))
             yield
 
-    def _are_given(self, args: tuple[Any, ...]) -> bool:
+    def _are_explained(self, args: tuple[Any, ...]) -> bool:
         """Return True if the input of an embedding module begins with the explained ids."""
         return bool(args) and isinstance(args[0], Tensor) and begins_with(args[0], self.ids)
 
@@ -132,16 +138,16 @@ class Beginning:
             shape: the shape; None to change every sequence.
             change: a function that takes a sequence and returns the new sequence.
         """
-        done = False
+        is_done = False
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            nonlocal done
+            nonlocal is_done
 
             def swap(x: Tensor) -> Tensor:
-                nonlocal done
-                if done or x.dim() != 3 or shape not in (None, x.shape):
+                nonlocal is_done
+                if is_done or x.dim() != 3 or shape not in (None, x.shape):
                     return x
-                done = shape is not None
+                is_done = shape is not None
                 return change(x)
 
             return swap_first((args, kwargs), swap)[0]
@@ -188,7 +194,7 @@ class Replays:
     ) -> None:
         self.layers, self.beginning, self.start = layers, beginning, start
         self._call, self._vouched = call, vouched
-        self._known: dict[Any, Tensor] = {}
+        self._cached_random: dict[Any, Tensor] = {}
         self.ran = 0
         self.root: Tensor | None = start
         #: The largest inputs of modules with mixers, by number of features, once measured. Noise
@@ -221,10 +227,10 @@ class Replays:
         hooked_ones = {layer.mixer.module for layer in self.layers if layer.is_hooked}
         if not hooked_ones:
             return
-        calm = self._left(hooked_ones, None)
+        calm = self._outputs(hooked_ones, None)
         moving = set[nn.Module]()
         for on in subsets:
-            for (module, x), (_, before) in zip(self._left(hooked_ones, on), calm, strict=True):
+            for (module, x), (_, before) in zip(self._outputs(hooked_ones, on), calm, strict=True):
                 if bool((changed(x, before) & ~on.to(x.device)).any()):
                     moving.add(module)
         self._settled = hooked_ones - moving
@@ -233,7 +239,7 @@ class Replays:
         """Use the outputs after other forward hooks in replays, for all hooked mixers."""
         self._settled = {layer.mixer.module for layer in self.layers if layer.is_hooked}
 
-    def _left(self, modules: Iterable[nn.Module], on: Tensor | None) -> list[tuple[Any, Tensor]]:
+    def _outputs(self, modules: Iterable[nn.Module], on: Tensor | None) -> list[tuple[Any, Tensor]]:
         """Replay with noise at tokens ``on``; return pairs of mixer and output after all hooks."""
         found = list[tuple[Any, Tensor]]()
 
@@ -242,7 +248,7 @@ class Replays:
 
         with ExitStack() as stack:
             for module in modules:
-                stack.enter_context(at_both_ends(module, _pass, see))
+                stack.enter_context(at_both_ends(module, _do_nothing, see))
             self.run(lambda k, _: self.noisy(self.leaf(k), False if on is None else on, k))
         return found
 
@@ -254,33 +260,33 @@ class Replays:
         occurs twice, since then the copy has their order. It is also False if the first layer's
         input does not change.
         """
-        before, ids = self.beginning.looked_up, self.beginning.ids
-        changes = torch.zeros(ids.shape, dtype=torch.bool, device="cpu")
+        embeddings, ids = self.beginning.looked_up, self.beginning.ids
+        has_changed = torch.zeros(ids.shape, dtype=torch.bool, device="cpu")
 
-        def see(x: Tensor) -> Tensor:
-            if before is not None and x.shape == before.shape:
-                changes[:] = changed(x, before)[:, : ids.shape[1]]
+        def compare(x: Tensor) -> Tensor:
+            if embeddings is not None and x.shape == embeddings.shape:
+                has_changed[:] = changed(x, embeddings)[:, : ids.shape[1]]
             return x
 
-        read: list[Tensor] = []
+        first_inputs: list[Tensor] = []
 
         def leaf(k: int, entering: Tensor) -> Tensor:
             if k == 0:
-                read.append(entering)
+                first_inputs.append(entering)
             return self.leaf(k).clone()
 
-        with self.beginning.at_look_up(see):
+        with self.beginning.at_look_up(compare):
             self.run(leaf, functools.partial(self.noisy, on=True))  # replaces the ids by others
-        if bool(changes.all() and ids.sort(1).values.diff(dim=1).all()):
+        if bool(has_changed.all() and ids.sort(1).values.diff(dim=1).all()):
             return False
-        return bool(changed(read[0], self.layers[0].call.hidden_states).any())
+        return bool(changed(first_inputs[0], self.layers[0].call.hidden_states).any())
 
     @functools.cached_property
     def outside(self) -> dict[nn.Module, str]:
         """The names of the model's modules outside mixers, by module."""
         mixing = {part for layer in self.layers for part in layer.mixer.module.modules()}
-        every = self.beginning.model.named_modules()
-        return {part: name for name, part in every if part not in mixing}
+        named_modules = self.beginning.model.named_modules()
+        return {part: name for name, part in named_modules if part not in mixing}
 
     @property
     def entry(self) -> Tensor | None:
@@ -300,9 +306,9 @@ class Replays:
         if on is False:
             return x.clone()  # the model may write to it
         if not x.is_floating_point():
-            known = torch.unique(x)
-            few = len(known) < 3  # a mean over tokens would not tell a permutation
-            other = (x == 0).to(x) if few else torch.where(x == known[0], known[1], known[0])
+            ids = torch.unique(x)
+            few = len(ids) < 3  # a mean over tokens would not tell a permutation: use 0 and 1
+            other = (x == 0).to(x) if few else torch.where(x == ids[0], ids[1], ids[0])
         else:
             size = x.abs().amax(-1, keepdim=True) if x.dim() > 2 else x.abs()
             if k >= 0 and x.shape[-1] in self._largest:
@@ -321,10 +327,10 @@ class Replays:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             for x in sequences_in((args, kwargs)):
                 if x.dim() == 3:
-                    most = torch.finfo(x.dtype).max / 64  # noise stays finite
-                    size, known = x.abs().max().clamp(max=most), self._largest.get(x.shape[-1])
-                    known = size if known is None else torch.maximum(size, known.to(size))
-                    self._largest[x.shape[-1]] = known
+                    limit = torch.finfo(x.dtype).max / 64  # noise stays finite
+                    size, largest = x.abs().max().clamp(max=limit), self._largest.get(x.shape[-1])
+                    largest = size if largest is None else torch.maximum(size, largest.to(size))
+                    self._largest[x.shape[-1]] = largest
 
         with ExitStack() as stack:
             for module in self.beginning.around:
@@ -335,21 +341,21 @@ class Replays:
     def _noise(self, x: Tensor, k: int) -> Tensor:
         """Return noise: a direction of features for layer k, times a random size for each token."""
         features = x.shape[-1] if x.dim() > 2 else 1
-        directions = self._drawn((_DIRECTIONS, features), x)[k % _DIRECTIONS]
-        sizes = self._drawn(x.shape[:2], x).roll(k + 1, 1)
-        sizes = sizes + sizes.sign()
+        directions = self._random((_DIRECTIONS, features), x)[k % _DIRECTIONS]
+        sizes = self._random(x.shape[:2], x).roll(k + 1, 1)
+        sizes = sizes + sizes.sign()  # at least 1, so that no token has almost no noise
         if x.dim() == 2:
             return sizes * directions
         return sizes.view(*sizes.shape, *[1] * (x.dim() - 2)) * directions
 
-    def _drawn(self, shape: Sequence[int], like: Tensor) -> Tensor:
+    def _random(self, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return a random tensor of a shape; each call with this shape returns the same values."""
         key = (*shape, like.dtype, like.device)
-        if key not in self._known:
+        if key not in self._cached_random:
             generator = torch.Generator("cpu").manual_seed(_SEED)
-            drawn = torch.randn(tuple(shape), generator=generator, device="cpu")
-            self._known[key] = drawn.to(like)
-        return self._known[key]
+            noise = torch.randn(tuple(shape), generator=generator, device="cpu")
+            self._cached_random[key] = noise.to(like)
+        return self._cached_random[key]
 
     def run(
         self, leaf: Leaf, root: Callable[[Tensor], Tensor] | None = None, moved: int = 0
@@ -366,33 +372,33 @@ class Replays:
         Raises:
             InputError: when the model calls its mixers in a different order.
         """
-        start, seen, self.ran = self.start, self.beginning, 0
-        with _lock_of(seen.model), torch.no_grad(), ExitStack() as stack:
+        start, beginning, self.ran = self.start, self.beginning, 0
+        with _lock_of(beginning.model), torch.no_grad(), ExitStack() as stack:
             if root is not None and self.root is start:
                 start = root(start)
             elif root is not None and self.root is not None:
-                at = self.root is seen.looked_up
-                stack.enter_context(
-                    seen.at_look_up(root) if at else seen.at_entry(self.root.shape, root)
-                )
-            observe(seen.model, [], (), stack, gradients=False, vouched=self._vouched)
-            stack.enter_context(self._shifts_kept(moved))
-            stack.enter_context(self._leaves(leaf))
-            stack.enter_context(self._small_heads())
+                if self.root is beginning.looked_up:
+                    stack.enter_context(beginning.at_look_up(root))
+                else:
+                    stack.enter_context(beginning.at_entry(self.root.shape, root))
+            observe(beginning.model, [], (), stack, gradients=False, vouched=self._vouched)
+            stack.enter_context(self._replay_shifts(moved))
+            stack.enter_context(self._replace_outputs(leaf))
+            stack.enter_context(self._shrink_heads())
             output = self._call(start).nan_to_num(0, 0, 0)  # -inf bans a token
         if self.ran != len(self.layers):
-            raise _another_order()
+            raise _order_error()
         return output
 
     @contextmanager
-    def _leaves(self, leaf: Leaf) -> Iterator[None]:
-        """Make mixers return outputs from ``leaf``."""
-        left: list[Any] = []
+    def _replace_outputs(self, leaf: Leaf) -> Iterator[None]:
+        """Make mixers return outputs from ``leaf``; undo other hooks' changes of settled mixers."""
+        left: list[Any] = []  # the latest mixer's output
 
-        def instead(mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
+        def return_leaf(mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
             k = self.ran
             if k == len(self.layers) or self.layers[k].mixer is not mixer:
-                raise _another_order()
+                raise _order_error()
             self.ran += 1
             new = leaf(k, Call(args, kwargs, None).hidden_states.detach())
 
@@ -404,49 +410,49 @@ class Replays:
                 return swap_first(left[0], torch.clone)[0]
             return left[0]
 
-        def settled(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        def return_latest(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             return left[0]
 
         with ExitStack() as stack:
             for mixer in dict.fromkeys(layer.mixer for layer in self.layers):
-                forward = functools.partial(instead, mixer)
+                forward = functools.partial(return_leaf, mixer)
                 stack.enter_context(forward_replaced(mixer.module, forward))
                 # torch's encoders pass a module by that has no hook
-                stack.enter_context(hooked(mixer.module.register_forward_pre_hook, _pass))
+                stack.enter_context(hooked(mixer.module.register_forward_pre_hook, _do_nothing))
                 if mixer.module in self._settled:
-                    stack.enter_context(at_both_ends(mixer.module, _pass, settled))
+                    stack.enter_context(at_both_ends(mixer.module, _do_nothing, return_latest))
             yield
 
     @contextmanager
-    def _shifts_kept(self, moved: int) -> Iterator[None]:
+    def _replay_shifts(self, moved: int) -> Iterator[None]:
         """Make ``WITHIN_TOKENS`` modules return recorded outputs, shifted by ``moved`` tokens."""
 
-        def kept(outputs: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        def forward_recorded(outputs: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
             return swap_first(next(outputs), lambda x: x.roll(moved, 1))[0]
 
         with ExitStack() as stack:
             for module, outputs in self.beginning.shifted.items():
-                forward = functools.partial(kept, iter(outputs))
+                forward = functools.partial(forward_recorded, iter(outputs))
                 stack.enter_context(forward_replaced(module, forward))
             yield
 
     @contextmanager
-    def _small_heads(self) -> Iterator[None]:
+    def _shrink_heads(self) -> Iterator[None]:
         """Replace vocabulary heads after the last layer by copies of their input, to save time."""
 
-        def small(module: nn.Linear, own: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+        def stand_in(module: nn.Linear, forward: Callable[..., Any], x: Tensor, *args: Any) -> Any:
             if self.ran < len(self.layers):  # layers are still to come: not a head
-                return own(x, *args)
-            # a stand-in in the head's shape; it reads the same token, and that is all we ask
-            times = -(-module.out_features // x.shape[-1])
-            return torch.cat([x] * times, -1)[..., : module.out_features]
+                return forward(x, *args)
+            # of the head's shape; it reads the same token, and only this is asked of replays
+            copies = -(-module.out_features // x.shape[-1])
+            return torch.cat([x] * copies, -1)[..., : module.out_features]
 
         with ExitStack() as stack:
             for module in self.outside:
                 if type(module) is not nn.Linear:
                     continue
                 if module.out_features >= _WIDE * module.in_features:
-                    forward = functools.partial(small, module, module.forward)
+                    forward = functools.partial(stand_in, module, module.forward)
                     stack.enter_context(forward_replaced(module, forward))
             yield
 
@@ -466,7 +472,7 @@ def changed(x: Tensor, before: Tensor) -> Tensor:
     return (x - before).abs().amax(-1) > limit * before.abs().amax(-1)
 
 
-def _pass(*_: Any) -> None:
+def _do_nothing(*_: Any) -> None:
     """Do nothing: a hook that keeps torch from skipping a module, or a first hook as a filler."""
 
 
@@ -479,7 +485,7 @@ if hasattr(os, "register_at_fork"):  # a thread that holds one does not come alo
     os.register_at_fork(after_in_child=_locks.clear)
 
 
-def _another_order() -> InputError:
+def _order_error() -> InputError:
     return InputError(
         "When the model runs again, it calls its mixers in a different order. Make forward_func "
         "repeatable, without randomness or a kept state, or use LatimFlow, which runs it once."
@@ -496,22 +502,22 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
         module: the module.
         forward: the function to call in place of ``module.forward``.
     """
-    own, owner = module.forward, threading.get_ident()
+    original, owner_thread = module.forward, threading.get_ident()
 
-    @functools.wraps(own)
-    def either(*args: Any, **kwargs: Any) -> Any:
-        return (forward if threading.get_ident() == owner else own)(*args, **kwargs)
+    @functools.wraps(original)
+    def by_thread(*args: Any, **kwargs: Any) -> Any:
+        return (forward if threading.get_ident() == owner_thread else original)(*args, **kwargs)
 
     def replace() -> Callable[[], None]:
-        before = vars(module).get("forward")
-        module.forward = either
-        return lambda: _put_back(module, before)
+        own_forward = vars(module).get("forward")
+        module.forward = by_thread
+        return lambda: _restore_forward(module, own_forward)
 
     with lasting(replace):
         yield
 
 
-def _put_back(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+def _restore_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
     if forward is None:
         del module.forward
     else:
