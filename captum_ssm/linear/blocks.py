@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import CaptumSSMError, GradientModeError, NotLinearError, OptionError
 from ..operators.kernels.arithmetic import unseen
 from ..tracing import Mixer
-from ..tracing.changes import instead, of_this_thread
+from ..tracing.changes import replaced_in_thread, value_in_thread
 from ..tracing.hooks import swapped, tensors_in
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ def in_place_of(blocks: Iterable[nn.Module], run: Callable[..., Any]) -> Iterato
     """Call ``run(block, forward, *args)`` in place of each block's forward inside the ``with``."""
     with ExitStack() as stack:
         for block in blocks:
-            forward = functools.partial(run, block, of_this_thread(block, "forward"))
-            stack.enter_context(instead(block, "forward", forward))
+            forward = functools.partial(run, block, value_in_thread(block, "forward"))
+            stack.enter_context(replaced_in_thread(block, "forward", forward))
         yield
 
 

@@ -36,10 +36,10 @@ def without_caches(model: nn.Module, stack: ExitStack, continued: Continued) -> 
         if "use_cache" in parameters(type(module).forward):
             before, after = module.register_forward_pre_hook, module.register_forward_hook
             stack.enter_context(hooked(before, run, with_kwargs=True))
-            stack.enter_context(hooked(after, _finished, always_call=True))
+            stack.enter_context(hooked(after, _end_call, always_call=True))
         if hasattr(module, "recurrent_states"):
-            stack.enter_context(lasting(functools.partial(_set_aside, module)))
-            stack.enter_context(hooked(module.register_forward_pre_hook, _forget))
+            stack.enter_context(lasting(functools.partial(_restorer_of_state, module)))
+            stack.enter_context(hooked(module.register_forward_pre_hook, _delete_state))
 
 
 @contextmanager
@@ -51,11 +51,11 @@ def sparing_caches(model: nn.Module) -> Iterator[None]:
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         running.append(module)
         name, cache = cache_of(module, args, kwargs)
-        if cache is None or len(running) > 1:  # which the module around it has copied, or made
+        if cache is None or len(running) > 1:  # the outermost module's call has copied or made it
             return None
         if id(cache) not in copies:
             copies[id(cache)] = cache, copied(cache, lambda x: x.detach().clone())
-        return _with(module, args, kwargs, name, copies[id(cache)][1])
+        return _with_argument(module, args, kwargs, name, copies[id(cache)][1])
 
     def leave(*_: Any) -> None:
         if running:
@@ -104,20 +104,21 @@ def _tensors_of(value: Any, seen: set[int]) -> Iterator[Tensor]:
         yield from _tensors_of(value.__dict__, seen)
 
 
-def _set_aside(module: Any) -> Undo:
+def _restorer_of_state(module: Any) -> Undo:
     """Return a function that restores the present recurrent state of a RecurrentGemma module.
 
     transformers 4 stores this state even without a cache, and the next call would start from it.
     """
-    kept = module.recurrent_states
+    state = module.recurrent_states
 
     def restore() -> None:
-        module.recurrent_states = kept
+        module.recurrent_states = state
 
     return restore
 
 
-def _forget(module: Any, *_: Any) -> None:
+def _delete_state(module: Any, *_: Any) -> None:
+    """Pre-hook of a RecurrentGemma module: start from no state of an earlier call."""
     module.recurrent_states = None
 
 
@@ -142,8 +143,8 @@ class _CacheCalls(threading.local):
 
     def clear(self) -> None:
         """Delete all records of calls, which an interrupt may have left."""
-        for found in (self.wanted, self.dropped, self.known):
-            found.clear()
+        for records in (self.wanted, self.dropped, self.known):
+            records.clear()
 
 
 _calls = _CacheCalls()
@@ -152,8 +153,8 @@ _calls = _CacheCalls()
 def _without_cache(
     continued: Continued, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """Return arguments with ``use_cache=False``; a given cache is replaced by ``continued``."""
-    if _calls.wanted[:1] == [None]:  # a module inside one that does
+    """Pre-hook: return arguments with ``use_cache=False``, or the given cache's replacement."""
+    if _calls.wanted[:1] == [None]:  # inside a module that continues from a cache
         _calls.wanted.append(None)
         return None
     name, cache = cache_of(module, args, kwargs)
@@ -162,21 +163,21 @@ def _without_cache(
     if not _calls.wanted:
         _refuse_to_continue(module, args, kwargs)
     if cache is not None:
-        new = continued(name, cache)
-        _calls.known |= {id(x): x for x in (cache, new)}
+        replacement = continued(name, cache)
+        _calls.known |= {id(x): x for x in (cache, replacement)}
         _calls.wanted.append(None)
-        return _with(module, args, kwargs, name, new)
-    wanted = _given(module, args, kwargs).get("use_cache")
+        return _with_argument(module, args, kwargs, name, replacement)
+    wanted = _by_name(module, args, kwargs).get("use_cache")
     if wanted is None:
         wanted = getattr(getattr(module, "config", None), "use_cache", False)
     if not _calls.wanted:
         _calls.dropped.update([module] if wanted else [])
     # a module inside another gets its argument from that one, which was changed already
     _calls.wanted.append(_calls.wanted[0] if _calls.wanted else bool(wanted))
-    return _with(module, args, kwargs, "use_cache", False)
+    return _with_argument(module, args, kwargs, "use_cache", False)
 
 
-def _given(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return a call's positional and keyword arguments in one dictionary, by name."""
     return {**dict(zip(parameters(type(module).forward)[1:], args, strict=False)), **kwargs}
 
@@ -188,11 +189,11 @@ def cache_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         module: the module that is called.
         args, kwargs: the arguments of the call.
     """
-    given = _given(module, args, kwargs)
-    return next(((x, given[x]) for x in CACHES if given.get(x) is not None), ("", None))
+    arguments = _by_name(module, args, kwargs)
+    return next(((x, arguments[x]) for x in CACHES if arguments.get(x) is not None), ("", None))
 
 
-def _with(
+def _with_argument(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
 ) -> Arguments:
     """Return a call's arguments with the argument called ``name`` set to ``value``."""
@@ -207,20 +208,21 @@ def _refuse_to_continue(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     """Raise if a call continues from a cache of an earlier call of the same run."""
     names = parameters(type(module).forward)[1:]
     # None by name is a cache that was not returned; by position it fills a gap
-    by_place = {name for name, x in zip(names, args, strict=False) if x is not None}
-    named = [name for name in CACHES if name in {*by_place, *kwargs}]
-    if named and (
+    positional = {name for name, x in zip(names, args, strict=False) if x is not None}
+    passed = [name for name in CACHES if name in {*positional, *kwargs}]
+    if passed and (
         module in _calls.dropped or id(cache_of(module, args, kwargs)[1]) in _calls.known
     ):
         raise CachedStateError(
-            f"forward_func calls {type(module).__name__} again and passes {named[0]}, so that the "
+            f"forward_func calls {type(module).__name__} again and passes {passed[0]}, so that the "
             "call continues from the cache of an earlier call. An explained run returns no cache, "
             "even with use_cache=True, and reads a given cache only once. Pass the whole sequence "
-            f"in one call, without {named[0]}."
+            f"in one call, without {passed[0]}."
         )
 
 
-def _finished(*_: Any) -> None:
+def _end_call(*_: Any) -> None:
+    """Hook: remove the module's call from the running calls."""
     if _calls.wanted:  # empty if a hook before ours raised
         _calls.wanted.pop()
 
@@ -230,18 +232,18 @@ def _disable_packing() -> Undo:
 
     Without a mask and a cache, transformers reads restarting positions as several packed texts.
     """
-    code = sys.modules.get("transformers.masking_utils")
+    masking_utils = sys.modules.get("transformers.masking_utils")
     original: Callable[[Tensor], Tensor | None] | None
-    original = getattr(code, "find_packed_sequence_indices", None)
+    original = getattr(masking_utils, "find_packed_sequence_indices", None)
     if original is None:
         return lambda: None
 
     @functools.wraps(original)
-    def found(*args: Any, **kwargs: Any) -> Tensor | None:
+    def find_unless_cached(*args: Any, **kwargs: Any) -> Tensor | None:
         return None if _calls.wanted and _calls.wanted[0] else original(*args, **kwargs)
 
-    setattr(code, original.__name__, found)
-    return lambda: setattr(code, original.__name__, original)
+    setattr(masking_utils, original.__name__, find_unless_cached)
+    return lambda: setattr(masking_utils, original.__name__, original)
 
 
 _packed = Shared(_disable_packing)

@@ -38,21 +38,22 @@ _RANDOM_IF: dict[str, tuple[str, int, Any, str]] = {
 
 def refusals(model: nn.Module) -> dict[str, Callable[[str, Arguments, Options], None]]:
     """Return checks by the name of a torch function; each check raises if a call is random."""
-    return dict.fromkeys(_RANDOM_IF, functools.partial(_refuse, model))
+    return dict.fromkeys(_RANDOM_IF, functools.partial(_refuse_if_random, model))
 
 
-def _refuse(model: nn.Module, name: str, args: Arguments, kwargs: Options) -> None:
-    name = name.removesuffix("_")
+def _refuse_if_random(model: nn.Module, name: str, args: Arguments, kwargs: Options) -> None:
+    """Raise if this call of the torch function ``name`` is random or mixes examples."""
+    name = name.removesuffix("_")  # in-place forms have the same arguments
     argument, position, default, complaint = _RANDOM_IF[name]
     value = args[position] if position < len(args) else kwargs.get(argument, default)
     value = kwargs.get("train", value)  # torch's own dropout has another name for it
-    chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    if not value or ("dropout" in name and not chance):
+    probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    if not value or ("dropout" in name and not probability):
         return
-    names = {module: _named(name, module) for name, module in model.named_modules()}
-    where = name_of_running(names, "forward_func")
+    names = {module: _describe(name, module) for name, module in model.named_modules()}
+    caller = name_of_running(names, "forward_func")
     raise TrainingModeError(
-        f"{where} calls torch's {name} with {argument}={value} although it is in "
+        f"{caller} calls torch's {name} with {argument}={value} although it is in "
         f"evaluation mode, and {complaint}. Make {argument} depend on self.training, so that it "
         "is False or 0 in evaluation mode."
     )
@@ -85,19 +86,19 @@ def require_deterministic(model: nn.Module) -> None:
         if not module.training:
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
                 raise TrainingModeError(
-                    f"{_named(name, module)} keeps no running statistics and {_OF_BATCH}. Train "
+                    f"{_describe(name, module)} keeps no running statistics and {_OF_BATCH}. Train "
                     "it with track_running_stats=True, which collects running statistics."
                 )
             continue
         complaint = next(_complaints(module), None)
         if complaint is not None:
             raise TrainingModeError(
-                f"{_named(name, module)} is in training mode and {complaint}. "
+                f"{_describe(name, module)} is in training mode and {complaint}. "
                 "Call model.eval() before you explain the model."
             )
 
 
-def _named(name: str, module: nn.Module) -> str:
+def _describe(name: str, module: nn.Module) -> str:
     kind = type(module).__name__
     return f"The module {name!r} of class {kind}" if name else f"The model itself, a {kind},"
 
@@ -113,9 +114,9 @@ def _complaints(module: nn.Module) -> Iterator[str]:
         if ("drop" in name or (drops and name == "p")) and _is_chance(value):
             yield f"drops at random, with {name}={value}"
     if looks_like_a_mixer(module):
-        chance = getattr(getattr(module, "config", None), _IN_CONFIG, None)
-        if _is_chance(chance):
-            yield f"drops at random, with config.{_IN_CONFIG}={chance}"
+        probability = getattr(getattr(module, "config", None), _IN_CONFIG, None)
+        if _is_chance(probability):
+            yield f"drops at random, with config.{_IN_CONFIG}={probability}"
 
 
 def _is_chance(value: Any) -> bool:

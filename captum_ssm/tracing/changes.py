@@ -71,31 +71,33 @@ class _ByThread:
 
     Attributes:
         original: the function for all threads without a replacement.
-        is_own: whether the object itself had the attribute, and not only the object's class.
-        others: the replacement functions of each thread, latest last.
+        was_instance_attribute: whether the object itself, not only its class, had the attribute.
+        replacements: the replacement functions of each thread, latest last.
     """
 
-    def __init__(self, original: Callable[..., Any], is_own: bool) -> None:
+    def __init__(self, original: Callable[..., Any], was_instance_attribute: bool) -> None:
         functools.update_wrapper(self, original, updated=())
         self.original = original
-        self.is_own = is_own
-        self.others: dict[int, list[Callable[..., Any]]] = {}
+        self.was_instance_attribute = was_instance_attribute
+        self.replacements: dict[int, list[Callable[..., Any]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.current()(*args, **kwargs)
 
     def current(self) -> Callable[..., Any]:
         """Return the function of the calling thread."""
-        return self.others.get(threading.get_ident(), [self.original])[-1]
+        return self.replacements.get(threading.get_ident(), [self.original])[-1]
 
 
-def of_this_thread(holder: Any, name: str) -> Any:
+def value_in_thread(holder: Any, name: str) -> Any:
     """Return the attribute's value for the calling thread; None if there is no such attribute."""
-    held = getattr(holder, name, None)
-    return held.current() if isinstance(held, _ByThread) else held
+    value = getattr(holder, name, None)
+    return value.current() if isinstance(value, _ByThread) else value
 
 
-def instead(holder: Any, name: str, function: Callable[..., Any]) -> AbstractContextManager[None]:
+def replaced_in_thread(
+    holder: Any, name: str, function: Callable[..., Any]
+) -> AbstractContextManager[None]:
     """Replace a function attribute of an object, for the calling thread only, in a ``with``.
 
     Args:
@@ -108,16 +110,16 @@ def instead(holder: Any, name: str, function: Callable[..., Any]) -> AbstractCon
     def replace() -> Undo:
         if not isinstance(attributes.get(name), _ByThread):
             attributes[name] = _ByThread(getattr(holder, name), name in attributes)
-        held = attributes[name]
-        held.others.setdefault(thread, []).append(function)
+        dispatcher = attributes[name]
+        dispatcher.replacements.setdefault(thread, []).append(function)
 
         def restore() -> None:
-            held.others[thread].pop()
-            if not held.others[thread]:
-                del held.others[thread]
-            if not held.others and held.is_own:
-                attributes[name] = held.original
-            elif not held.others:
+            dispatcher.replacements[thread].pop()  # a thread's contexts nest: the latest is ours
+            if not dispatcher.replacements[thread]:
+                del dispatcher.replacements[thread]
+            if not dispatcher.replacements and dispatcher.was_instance_attribute:
+                attributes[name] = dispatcher.original
+            elif not dispatcher.replacements:
                 del attributes[name]
 
         return restore

@@ -111,8 +111,8 @@ def find_model(forward_func: Callable[..., Any], model: nn.Module | None = None)
     if model is not None:
         if not isinstance(model, nn.Module):
             raise ModelNotFoundError(
-                f"model must be a torch.nn.Module, got {_called(model)}."
-                + (_MAKE_ONE if _is_class(model) else " Pass the module that forward_func runs.")
+                f"model must be a torch.nn.Module, got {_describe(model)}."
+                + (_ADVICE if _is_class(model) else " Pass the module that forward_func runs.")
             )
         return unwrap(model)
     function: Any = forward_func
@@ -122,15 +122,15 @@ def find_model(forward_func: Callable[..., Any], model: nn.Module | None = None)
     if isinstance(function, nn.Module):
         return unwrap(function)
     if _is_class(forward_func):
-        raise ModelNotFoundError(f"forward_func is {_called(forward_func)}.{_MAKE_ONE}")
-    found = _whole(reachable(forward_func))
-    if len(found) > 1:
+        raise ModelNotFoundError(f"forward_func is {_describe(forward_func)}.{_ADVICE}")
+    models = _outermost(reachable(forward_func))
+    if len(models) > 1:
         # losses and heads are no models, but alone they would be taken for one
-        found = {m: name for m, name in found.items() if _mixes(m)} or found
-    if len(found) == 1:
-        return next(iter(found))
-    if found:
-        listed = ", ".join(f"{name!r} ({type(m).__name__})" for m, name in found.items())
+        models = {m: name for m, name in models.items() if _has_mixers(m)} or models
+    if len(models) == 1:
+        return next(iter(models))
+    if models:
+        listed = ", ".join(f"{name!r} ({type(m).__name__})" for m, name in models.items())
         raise ModelNotFoundError(
             f"Several modules can be reached from forward_func={forward_func!r}: {listed}. Pass "
             "the one to explain: Method(forward_func, model=module)."
@@ -141,27 +141,27 @@ def find_model(forward_func: Callable[..., Any], model: nn.Module | None = None)
     )
 
 
-_MAKE_ONE = " Make an instance of the class, and pass the instance."
+_ADVICE = " Make an instance of the class, and pass the instance."
 
 
 def _is_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, nn.Module)
 
 
-def _called(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
-def _whole(named: Iterable[tuple[str, nn.Module]]) -> dict[nn.Module, str]:
+def _outermost(named: Iterable[tuple[str, nn.Module]]) -> dict[nn.Module, str]:
     """Return the unwrapped modules that no other module contains, with their names."""
-    found: dict[nn.Module, str] = {}
+    modules: dict[nn.Module, str] = {}
     for name, module in named:
-        found.setdefault(unwrap(module), name)
-    parts = {part for module in found for part in module.modules() if part is not module}
-    return {module: name for module, name in found.items() if module not in parts}
+        modules.setdefault(unwrap(module), name)
+    parts = {part for module in modules for part in module.modules() if part is not module}
+    return {module: name for module, name in modules.items() if module not in parts}
 
 
-def _mixes(model: nn.Module) -> bool:
+def _has_mixers(model: nn.Module) -> bool:
     """Return True if a module contains mixers, supported or not."""
     return bool(registered_mixers(model)) or any(map(looks_like_a_mixer, model.modules()))
 
@@ -217,28 +217,28 @@ def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = Non
         >>> [mixer.name for mixer in find_mixers(model)]
         ['backbone.layers.0.mixer', 'backbone.layers.1.mixer']
     """
-    found = registered_mixers(model)
+    mixers = registered_mixers(model)
     if layers is not None:
         if isinstance(layers, str) or not isinstance(layers, Iterable) or not list(layers):
             raise NoMixerError(
                 f"layers={layers!r} must be a non-empty list of names or modules. Pass mixers "
-                f"from: {', '.join(mixer.name for mixer in found) or 'none'}."
+                f"from: {', '.join(mixer.name for mixer in mixers) or 'none'}."
             )
-        chosen = [_chosen(found, layer) for layer in layers]
-        twice = next((x.name for i, x in enumerate(chosen) if x in chosen[:i]), None)
-        if twice is not None:
-            raise NoMixerError(f"layers names {twice!r} twice. Name each mixer once.")
-        return chosen
-    modules = {mixer.module for mixer in found}
-    found = [mixer for mixer in found if modules.isdisjoint(mixer.around)]  # else counted twice
-    if not found:
+        selected = [_mixer_of(mixers, layer) for layer in layers]
+        duplicate = next((x.name for i, x in enumerate(selected) if x in selected[:i]), None)
+        if duplicate is not None:
+            raise NoMixerError(f"layers names {duplicate!r} twice. Name each mixer once.")
+        return selected
+    modules = {mixer.module for mixer in mixers}
+    mixers = [mixer for mixer in mixers if modules.isdisjoint(mixer.around)]  # else counted twice
+    if not mixers:
         for name, module in strangers(model):
             raise refusal(name, module)
         raise NoMixerError(
             f"No token mixer was found in {class_path(type(model))}, or none that has an adapter. "
             f"{proposal(model)}{adapter_advice()}"
         )
-    return found
+    return mixers
 
 
 def registered_mixers(model: nn.Module) -> list[Mixer]:
@@ -247,15 +247,15 @@ def registered_mixers(model: nn.Module) -> list[Mixer]:
     names: dict[nn.Module, list[str]] = {}
     for name, module in named.items():
         names.setdefault(module, []).append(name)
-    found = []
-    for module, own in names.items():
+    mixers = []
+    for module, aliases in names.items():
         entry = adapter_for(module)
         if entry is not None:
-            parents = [parent for name in own if (parent := _parent(named, name)) is not None]
+            parents = [parent for name in aliases if (parent := _parent(named, name)) is not None]
             blocks = tuple(dict.fromkeys(parents))
-            around = tuple(dict.fromkeys(named[outer] for name in own for outer in _outer(name)))
-            found.append(Mixer(own[0], module, *entry, tuple(own), blocks, around))
-    return found
+            around = dict.fromkeys(named[outer] for name in aliases for outer in _prefixes(name))
+            mixers.append(Mixer(aliases[0], module, *entry, tuple(aliases), blocks, tuple(around)))
+    return mixers
 
 
 def _parent(named: dict[str, nn.Module], name: str) -> nn.Module | None:
@@ -271,21 +271,22 @@ def _parent(named: dict[str, nn.Module], name: str) -> nn.Module | None:
     return None
 
 
-def _outer(name: str) -> Iterator[str]:
+def _prefixes(name: str) -> Iterator[str]:
     """Yield the names of the modules that contain the module ``name``, innermost first."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
-def _chosen(found: list[Mixer], layer: str | nn.Module) -> Mixer:
-    for mixer in found:
+def _mixer_of(mixers: list[Mixer], layer: str | nn.Module) -> Mixer:
+    """Return the mixer that ``layer`` names or is, or raise NoMixerError."""
+    for mixer in mixers:
         if layer in mixer.names or layer is mixer.module:
             return mixer
     name = f"a {class_path(type(layer))}" if isinstance(layer, nn.Module) else repr(layer)
     raise NoMixerError(
         f"layers names {name}, which is not a supported mixer of this model. Use mixers from: "
-        f"{', '.join(mixer.name for mixer in found) or 'none'}."
+        f"{', '.join(mixer.name for mixer in mixers) or 'none'}."
     )
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .changes import Undo, instead, lasting, of_this_thread
+from .changes import Undo, lasting, replaced_in_thread, value_in_thread
 from .hooks import swap_first
 
 Function = Callable[..., Any]
 #: The dictionary of a module's parameters or buffers.
-Named = dict[str, Any]
+Tensors = dict[str, Any]
 
 #: Attribute in which transformers' modules store their checkpointing function.
 _CHECKPOINTING = "_gradient_checkpointing_func"
@@ -73,10 +73,10 @@ def in_graph(x: Tensor) -> Tensor:
 
     Without this call autograd records nothing for a frozen model that runs on token ids.
     """
-    return x if x.requires_grad else begun(x)
+    return x if x.requires_grad else new_graph(x)
 
 
-def begun(x: Tensor) -> Tensor:
+def new_graph(x: Tensor) -> Tensor:
     """Return the values of ``x`` as a tensor at which an autograd graph begins.
 
     The tensor is not a leaf, so that the model may change it in place.
@@ -100,11 +100,11 @@ def _checkpoints_without_reentry(model: nn.Module) -> Iterator[None]:
     """Make transformers use non-reentrant checkpoints, which keep a graph inside layers."""
     with ExitStack() as stack:
         for module in model.modules():
-            present = of_this_thread(module, _CHECKPOINTING)
-            if isinstance(present, functools.partial) and "use_reentrant" in present.keywords:
-                other = functools.partial(present, use_reentrant=False)
-                other = functools.partial(_checkpoint_run, other)
-                stack.enter_context(instead(module, _CHECKPOINTING, other))
+            checkpoint = value_in_thread(module, _CHECKPOINTING)
+            if isinstance(checkpoint, functools.partial) and "use_reentrant" in checkpoint.keywords:
+                replacement = functools.partial(checkpoint, use_reentrant=False)
+                replacement = functools.partial(_checkpoint_run, replacement)
+                stack.enter_context(replaced_in_thread(module, _CHECKPOINTING, replacement))
         yield
 
 
@@ -124,7 +124,7 @@ def checkpoints_off(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             if _CHECKPOINTING in vars(module):
-                stack.enter_context(instead(module, _CHECKPOINTING, _run_directly))
+                stack.enter_context(replaced_in_thread(module, _CHECKPOINTING, _run_directly))
         yield
 
 
@@ -153,38 +153,38 @@ def _ordinary_tensors(model: nn.Module) -> AbstractContextManager[None]:
         copies: dict[int, Tensor] = {}
         with ExitStack() as stack:
             for module in model.modules():
-                for named in (module._parameters, module._buffers):
-                    for name, tensor in named.items():
-                        if tensor is not None and _replace(named, name, tensor, copies):
-                            stack.callback(_restore, named, name)
+                for tensors in (module._parameters, module._buffers):
+                    for name, tensor in tensors.items():
+                        if tensor is not None and _replace(tensors, name, tensor, copies):
+                            stack.callback(_restore, tensors, name)
             return stack.pop_all().close
 
     return lasting(lend)
 
 
-def _replace(named: Named, name: str, tensor: Tensor, copies: dict[int, Tensor]) -> bool:
-    """Replace ``named[name]`` by a copy if it is an inference tensor; return True if replaced."""
-    key = (id(named), name)
+def _replace(tensors: Tensors, name: str, tensor: Tensor, copies: dict[int, Tensor]) -> bool:
+    """Replace ``tensors[name]`` by a copy if it is an inference tensor; return True if replaced."""
+    key = (id(tensors), name)
     if key in _replaced:
         _replaced[key].users += 1
         return True
     if not tensor.is_inference():
         return False
     if id(tensor) not in copies:
-        copies[id(tensor)] = _ordinary(tensor)
+        copies[id(tensor)] = _ordinary_copy(tensor)
     _replaced[key] = _ReplacedTensor(tensor, users=1)
-    named[name] = copies[id(tensor)]
+    tensors[name] = copies[id(tensor)]
     return True
 
 
-def _restore(named: Named, name: str) -> None:
-    """Restore the inference tensor ``named[name]`` once no other run uses the copy."""
-    key = (id(named), name)
+def _restore(tensors: Tensors, name: str) -> None:
+    """Restore the inference tensor ``tensors[name]`` once no other run uses the copy."""
+    key = (id(tensors), name)
     _replaced[key].users -= 1
     if not _replaced[key].users:
-        named[name] = _replaced.pop(key).original
+        tensors[name] = _replaced.pop(key).original
 
 
-def _ordinary(tensor: Tensor) -> Tensor:
+def _ordinary_copy(tensor: Tensor) -> Tensor:
     copy = tensor.detach().clone()
     return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import wrap_torch_function
 
 from ..errors import NotLinearError
-from .changes import instead, of_this_thread
+from .changes import replaced_in_thread, value_in_thread
 from .record import free_memory
 
 #: Largest difference, relative to the largest output, between a kernel and its affine map, and the
@@ -66,12 +66,12 @@ def exact_products(model: nn.Module, run: Callable[[], Tensor]) -> Iterator[None
     layers = [
         Affine(name, module, kept)
         for name, module in model.named_modules()
-        if is_quantized(module) and not isinstance(of_this_thread(module, "forward"), Affine)
+        if is_quantized(module) and not isinstance(value_in_thread(module, "forward"), Affine)
     ]
     exact = None
     with ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(instead(layer.module, "forward", layer))
+            stack.enter_context(replaced_in_thread(layer.module, "forward", layer))
         yield
         worst = max(layers, key=lambda layer: layer.error, default=None)
         if worst is not None and worst.error > _TOLD:
@@ -105,7 +105,7 @@ class Affine:
         self.name, self.module = name, module
         self.bias: Tensor | None = None
         self.error = -1.0
-        self._kernel, self._room = of_this_thread(module, "forward"), kept
+        self._kernel, self._room = value_in_thread(module, "forward"), kept
         self._weight: Tensor | None = None
         #: An input (1, ..., K) of the form that the kernel accepts.
         self._like = torch.empty(0)

@@ -20,7 +20,7 @@ from ..mixers.base import Call, LinearMixer, first_tensor, in_batch
 from ..operators.kernels.arithmetic import full_precision
 from ..operators.kernels.truths import all_finite, are_noted, holds
 from .find import Mixer, find_mixers, find_model
-from .gradients import begun, in_graph
+from .gradients import in_graph, new_graph
 from .hooks import detached, swap_first
 from .layer import Layer
 from .observe import Arguments, Watcher, observe
@@ -362,7 +362,7 @@ class Recorder(Watcher):
         joins = graph in ("outputs", "all") or (graph == "tail" and is_last)
         if joins:
             # the graph before the first output is dropped
-            swap = begun if graph == "outputs" and layer is self.record.layers[0] else in_graph
+            swap = new_graph if graph == "outputs" and layer is self.record.layers[0] else in_graph
             output, _ = swap_first(output, swap)
         kept = in_batch(first_tensor(output)) if joins else left.detach()
         layer.leave(kept, layer.hook_factor(left))
