@@ -33,7 +33,7 @@ from ..tracing.hooks import hooked, name_of_running, swapped, tensors_in
 from ..tracing.observe import Arguments, Watcher, observe
 from ..tracing.offload import linearize
 from ..tracing.record import none_ran
-from ..tracing.split import require_gathered, whole
+from ..tracing.split import gathered_weights, require_gathered
 from ..tracing.verification import (
     accepted,
     output_errors,
@@ -543,7 +543,7 @@ def under_rules(
         mode.begin(inputs)
     with ExitStack() as stack:
         require_gathered(model, model.modules())
-        stack.enter_context(whole(model.modules()))  # sharded weights are gathered
+        stack.enter_context(gathered_weights(model.modules()))  # sharded weights are gathered
         stack.enter_context(recordable(model))  # weights made in inference mode are copied
         stack.enter_context(checkpoints_off(model))
         stack.enter_context(torch.enable_grad())

@@ -29,12 +29,12 @@ from .values import (
     fit,
     is_constant,
     is_same,
-    likely,
+    likely_relations,
     norm_of,
     rounding_of,
     rows_at,
     steps_of,
-    summed,
+    weighted_sum,
 )
 from .way import AffineStep, Way, along
 
@@ -415,7 +415,7 @@ class _JoinSearch:
                 is_inside = is_inside or ran_before > min(members) or is_block
                 if is_inside and not key.enters:
                     branch_outputs.append(x)
-        for kind, x, other in likely(rest, candidates, branch_outputs):
+        for kind, x, other in likely_relations(rest, candidates, branch_outputs):
             if kind == "scaled":
                 scale = (x * rest).sum() / x.square().sum()
                 if is_same(rest, x) or is_same(rest, scale * x):
@@ -442,7 +442,7 @@ class _JoinSearch:
         ways = [branch.steps for branch in join.branches[k][:0:-1]]  # latest first
         for one, other in itertools.combinations(join.branches[k][1:], 2):
             if one.change.shape == other.change.shape:  # a projection and its adapter
-                ways.append(summed([one.steps, other.steps], [1, 1]) or ())
+                ways.append(weighted_sum([one.steps, other.steps], [1, 1]) or ())
         for steps in ways:
             z = along(steps, self.leaves[k].to(x))
             if z.shape[-1] not in (width, 2 * width):

@@ -96,7 +96,7 @@ class Layer:
         self.stream = stream
         self.tolerance = tolerance_for(self.output, mixer.module)
         self._versions = self._versions_of(self.call.hidden_states, self.output)
-        # not held: they may have been brought in for the time of the call
+        # weak references: weights may be loaded for the time of the call only
         weights = [x for x in mixer.module.parameters() if not x.is_inference()]
         self._weights = [(weakref.ref(x), x._version) for x in weights]
 
@@ -310,8 +310,8 @@ class Layer:
             ReconstructionError: naming the layer and the error.
         """
         limit = self.tolerance if tolerance is None else tolerance
-        known = self.checked if tolerance is None else None  # a user's is of the whole output
-        error = self.reconstruction_error() if known is None else known.strict
+        checked = self.checked if tolerance is None else None  # a user's is of the whole output
+        error = self.reconstruction_error() if checked is None else checked.strict
         try:
             require_same(self.name, self.mixer.architecture, error, limit)
         except ReconstructionError:
@@ -342,9 +342,9 @@ def hook_factor(returned: Tensor, left: Tensor) -> Tensor | None:
         size = returned.abs().amax(-1, keepdim=True)
         largest = returned.abs().argmax(-1, keepdim=True)
         factor = left.gather(-1, largest) / returned.gather(-1, largest).where(size > 0, 1)
-        for found in (factor, (left == returned).to(left)):
-            if torch.allclose(found * returned, left, rtol=1e-5, atol=1e-6 * float(size.max())):
-                return found
+        for candidate in (factor, (left == returned).to(left)):
+            if torch.allclose(candidate * returned, left, rtol=1e-5, atol=1e-6 * float(size.max())):
+                return candidate
     return returned.new_empty(0)
 
 
@@ -365,16 +365,16 @@ def _reordered(linear: LinearMixer, order: Tensor | None) -> LinearMixer:
     if order is None:
         return linear
     shape, project = linear.operator.shape, linear.project
-    there = Permute(order, shape, device=linear.values.device)
-    back = there.inverse
+    to_order = Permute(order, shape, device=linear.values.device)
+    positions = to_order.inverse
     rest = project.rest if isinstance(project, Projection) else None
     if rest is not None and rest.dim() == 3 and rest.shape[1] > 1:
         assert isinstance(project, Projection)
-        project = replace(project, rest=rest.index_select(1, back))
+        project = replace(project, rest=rest.index_select(1, positions))
     return replace(
         linear,
-        values=linear.values.index_select(1, back),
-        operator=Chain(there.inverted(), linear.operator, there),
+        values=linear.values.index_select(1, positions),
+        operator=Chain(to_order.inverted(), linear.operator, to_order),
         project=project,
-        mask=None if linear.mask is None else linear.mask.index_select(1, back),
+        mask=None if linear.mask is None else linear.mask.index_select(1, positions),
     )

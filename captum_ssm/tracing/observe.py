@@ -16,7 +16,7 @@ from .caches import without_caches
 from .eager import eagerly
 from .find import Mixer, strangers
 from .gradients import recordable
-from .hooks import at_both_ends, hooked, swap_first
+from .hooks import at_both_ends, first_floating, hooked, swap_first
 from .repair.fused import unfused
 from .repair.loops import repaired_scans
 from .split import require_gathered
@@ -88,10 +88,10 @@ def observe(
         called directly, without hooks.
     """
     require_gathered(model, (part for mixer in mixers for part in mixer.module.modules()))
-    # of several watchers the first records operators, and refuses
+    # the first watcher records operators, and so decides on caches; Watcher refuses them
     without_caches(model, stack, (*watchers, Watcher())[0].continued)
     for name, stranger in () if vouched else strangers(model):
-        refuse = functools.partial(_refuse, name)
+        refuse = functools.partial(_refuse_call, name)
         stack.enter_context(hooked(stranger.register_forward_pre_hook, refuse))
     calls = _Calls(watchers)
     blocks = {block for mixer in mixers for block in mixer.blocks}
@@ -111,18 +111,19 @@ def observe(
         stack.enter_context(recordable(model))
     stack.enter_context(eagerly(model))
 
-    def entered(module: nn.Module, args: Any, kwargs: Any) -> Arguments | None:
+    def report_entry(module: nn.Module, args: Any, kwargs: Any) -> Arguments | None:
         return calls.enter(module, args, kwargs, is_block=module in blocks)
 
-    return entered
+    return report_entry
 
 
-def _like(changed: Tensor, returned: Tensor) -> Tensor:
+def _batched_like(changed: Tensor, returned: Tensor) -> Tensor:
     """Return ``changed``, without the batch dimension if ``returned`` has none."""
     return changed[0] if changed.dim() > returned.dim() else changed
 
 
-def _refuse(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+def _refuse_call(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Pre-hook of a mixer without an adapter: raise UnsupportedMixerError."""
     raise refusal(name, module, others=True)
 
 
@@ -139,21 +140,23 @@ class _Calls:
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_block: bool
     ) -> Arguments | None:
-        given: Arguments = args, kwargs
+        """Report a containing module's arguments to watchers; return new arguments, or None."""
+        arguments: Arguments = args, kwargs
         for watcher in self.watchers:
-            given = watcher.enters(module, given, is_block) or given
+            arguments = watcher.enters(module, arguments, is_block) or arguments
         self.entered.pop(module, None)
-        _, stream = swap_first(given, lambda x: x)
+        stream = first_floating(arguments)
         if stream is not None:
             self.entered[module] = stream.shape
-        return None if given[0] is args and given[1] is kwargs else given
+        return None if arguments[0] is args and arguments[1] is kwargs else arguments
 
     def start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Enter the watchers' contexts for a mixer's call; :meth:`first` leaves them."""
         contexts = ExitStack()
         self.running.append(contexts)
         if all(watcher.looks_away for watcher in self.watchers):
             return
-        _, sequence = swap_first((args, kwargs), lambda x: x)
+        sequence = first_floating((args, kwargs))
         for watcher in self.watchers:
             for context in watcher.while_mixing(module, sequence):
                 contexts.enter_context(context)
@@ -169,16 +172,18 @@ class _Calls:
         around = {m: size for m, size in reversed(self.entered.items()) if m in mixer.around}
         call, changed = Call(args, kwargs, output, block, around), None
         for watcher in self.watchers:
-            found = watcher.returned(mixer, call)
-            changed = changed if found is None else found
-        return None if changed is None else swap_first(output, functools.partial(_like, changed))[0]
+            new_output = watcher.returned(mixer, call)
+            changed = changed if new_output is None else new_output
+        if changed is None:
+            return None
+        return swap_first(output, functools.partial(_batched_like, changed))[0]
 
     def last(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Report a mixer's output to watchers after other hooks; return a new output, or None."""
         changed = None
         for watcher in self.watchers:
-            found = watcher.left(mixer, output if changed is None else changed)
-            changed = changed if found is None else found
+            new_output = watcher.left(mixer, output if changed is None else changed)
+            changed = changed if new_output is None else new_output
         return changed
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from ..mixers.base import Call, LinearMixer
 from .adapter import check_operator, linear_form
 from .find import Mixer
 from .projection import Projection, projection_of, refused_by_example
-from .split import is_split, whole
+from .split import gathered_weights, is_split
 
 #: Attributes that accelerate sets on a module: its hook, the wrapped forward, and the wrapper.
 _ATTRIBUTES = ("_hf_hook", "_old_forward", "forward")
@@ -34,28 +34,28 @@ def linearize(mixer: Mixer, call: Call, *, running: bool = False) -> LinearMixer
         running: whether the modules with the mixer are running, so that their weights are
             loaded. Default: False.
     """
-    hooked = _hooked(mixer, running)
-    with _loaded(hooked, mixer.module, call) as moved:
+    modules = _modules_to_load(mixer, running)
+    with _loaded(modules, mixer.module, call) as call_on_device:
         _refuse_missing(mixer)
-        linear = linear_form(mixer, moved)
-    return _loading(hooked, mixer, call, linear)
+        linear = linear_form(mixer, call_on_device)
+    return _with_loading(modules, mixer, call, linear)
 
 
-def _hooked(mixer: Mixer, running: bool = False) -> list[nn.Module]:
+def _modules_to_load(mixer: Mixer, running: bool = False) -> list[nn.Module]:
     """Return modules inside or containing a mixer whose weights are offloaded or split."""
     around = () if running else reversed(mixer.around)
-    return [m for m in (*around, *mixer.module.modules()) if _is_hooked(m) or is_split(m)]
+    return [m for m in (*around, *mixer.module.modules()) if _is_offloaded(m) or is_split(m)]
 
 
-def _loading(
-    hooked: Sequence[nn.Module], mixer: Mixer, call: Call, linear: LinearMixer
+def _with_loading(
+    modules: Sequence[nn.Module], mixer: Mixer, call: Call, linear: LinearMixer
 ) -> LinearMixer:
     """Return the linear mixer; the output projection loads offloaded weights at each call."""
-    if not hooked:
+    if not modules:
         return linear
 
     def project(y: Tensor) -> Tensor:
-        with _loaded(hooked, mixer.module, call):
+        with _loaded(modules, mixer.module, call):
             return linear.project(y)
 
     return replace(linear, project=project)
@@ -66,9 +66,9 @@ def lasting_form(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
 
     A stored map would keep offloaded weights in memory, so these are loaded at each call instead.
     """
-    hooked = _hooked(mixer)
-    if any(map(_is_hooked, hooked)):
-        return _loading(hooked, mixer, call, linear)
+    modules = _modules_to_load(mixer)
+    if any(map(_is_offloaded, modules)):
+        return _with_loading(modules, mixer, call, linear)
     refuse = refused_by_example(mixer, linear)
     if refuse is not None:
         return replace(linear, project=refuse)
@@ -99,18 +99,19 @@ def _refuse_missing(mixer: Mixer) -> None:
         )
 
 
-def _is_hooked(module: nn.Module) -> bool:
+def _is_offloaded(module: nn.Module) -> bool:
+    """Return True if a hook of accelerate loads the module's weights for each call."""
     return all(name in vars(module) for name in _ATTRIBUTES)
 
 
 @contextmanager
-def _loaded(hooked: Sequence[nn.Module], mixer: nn.Module, call: Call) -> Iterator[Call]:
+def _loaded(modules: Sequence[nn.Module], mixer: nn.Module, call: Call) -> Iterator[Call]:
     """Load the weights of modules, and yield the call with arguments on the mixer's device.
 
     The modules' hooks are off inside the ``with``, since they would unload weights after each call.
     """
-    with whole(hooked), ExitStack() as stack:
-        for module in filter(_is_hooked, hooked):  # none of them twice
+    with gathered_weights(modules), ExitStack() as stack:
+        for module in filter(_is_offloaded, modules):  # which are distinct
             if module is mixer:
                 args, kwargs = _load(module, stack, *call.args, **call.kwargs)
                 call = replace(call, args=args, kwargs=kwargs)
@@ -122,10 +123,10 @@ def _loaded(hooked: Sequence[nn.Module], mixer: nn.Module, call: Call) -> Iterat
 def _load(module: nn.Module, stack: ExitStack, *args: Any, **kwargs: Any) -> Any:
     """Load one module's weights until ``stack`` closes; return the arguments on its device."""
     attributes = vars(module)
-    hooked = {name: attributes.pop(name) for name in _ATTRIBUTES}
-    stack.callback(attributes.update, hooked)
-    attributes["forward"] = hooked["_old_forward"]
-    hook = hooked["_hf_hook"]
-    moved = hook.pre_forward(module, *args, **kwargs)
+    attributes_of_hook = {name: attributes.pop(name) for name in _ATTRIBUTES}
+    stack.callback(attributes.update, attributes_of_hook)
+    attributes["forward"] = attributes_of_hook["_old_forward"]
+    hook = attributes_of_hook["_hf_hook"]
+    arguments = hook.pre_forward(module, *args, **kwargs)
     stack.callback(hook.post_forward, module, None)
-    return moved
+    return arguments

@@ -70,21 +70,21 @@ def projection_of(linear: LinearMixer) -> Projection:
     if isinstance(linear.project, Projection):
         return linear.project
     values = linear.values
-    read = _read_off(linear)
-    if read is not None:
-        weight, bias = read
+    weight_and_bias = _weight_and_bias(linear)
+    if weight_and_bias is not None:
+        weight, bias = weight_and_bias
         bias = None if bias is None else bias.to(values)
         return Projection(weight.T.to(values.device), values.dtype, bias)
-    at_rest = linear.project(torch.zeros_like(values, memory_format=torch.contiguous_format))
-    channels, places = values[0, 0].numel(), values[..., 0, 0].numel()
-    parts = []
-    for start in range(0, channels, places):
-        count = min(places, channels - start)
-        probe = values.new_zeros(places, channels)
-        probe[range(count), range(start, start + count)] = _PROBE
-        rows = linear.project(probe.view(values.shape)) - at_rest
-        parts.append(rows.flatten(0, 1)[:count] / _PROBE)
-    return Projection(torch.cat(parts), values.dtype, at_rest)
+    at_zero = linear.project(torch.zeros_like(values, memory_format=torch.contiguous_format))
+    channels, vectors = values[0, 0].numel(), values[..., 0, 0].numel()
+    blocks = []
+    for start in range(0, channels, vectors):
+        count = min(vectors, channels - start)
+        probe = values.new_zeros(vectors, channels)
+        probe[range(count), range(start, start + count)] = _PROBE  # one unit vector per token
+        block = linear.project(probe.view(values.shape)) - at_zero
+        blocks.append(block.flatten(0, 1)[:count] / _PROBE)
+    return Projection(torch.cat(blocks), values.dtype, at_zero)
 
 
 def refused_by_example(mixer: Mixer, linear: LinearMixer) -> Callable[[Tensor], Tensor] | None:
@@ -93,9 +93,9 @@ def refused_by_example(mixer: Mixer, linear: LinearMixer) -> Callable[[Tensor], 
     The error is raised on use, since an error during the run would leave PEFT's hooks on the model.
     """
     hooks = (x for module in mixer.module.modules() for x in module._forward_pre_hooks.values())
-    chosen = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
-    names = next(filter(None, chosen), None)
-    if names is None or _read_off(linear) is not None:
+    adapter_names = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
+    names = next(filter(None, adapter_names), None)
+    if names is None or _weight_and_bias(linear) is not None:
         return None
 
     def refuse(y: Tensor) -> Tensor:
@@ -109,11 +109,11 @@ def refused_by_example(mixer: Mixer, linear: LinearMixer) -> Callable[[Tensor], 
     return refuse
 
 
-def _read_off(linear: LinearMixer) -> tuple[Tensor, Tensor | None] | None:
+def _weight_and_bias(linear: LinearMixer) -> tuple[Tensor, Tensor | None] | None:
     """Return weight (E, C) and bias of a projection that is one ``linear`` call; else None."""
     empty = torch.empty_like(linear.values, memory_format=torch.contiguous_format)
     calls = _LinearCalls(empty)
-    # also where torch's functions are out of sight otherwise
+    # enabled: the mode also sees calls where torch's functions are hidden from modes
     with torch._C._EnableTorchFunction(), calls:
         output = linear.project(empty)
     return calls.weight_before(output)
@@ -123,10 +123,10 @@ def scaled_output(linear: LinearMixer, factor: Tensor) -> LinearMixer:
     """Multiply a mixer's output by one factor per token (B, L, 1), or per feature (B, L, E)."""
     projection = projection_of(linear)
     if factor.shape[-1] == 1:
-        tokens = Diagonal(factor[..., None].to(linear.values), linear.operator.shape)
+        token_factors = Diagonal(factor[..., None].to(linear.values), linear.operator.shape)
         rest = None if projection.rest is None else projection.rest * factor.to(projection.rest)
         scaled = replace(projection, rest=rest)
-        return replace(linear, operator=Chain(tokens, linear.operator), project=scaled)
+        return replace(linear, operator=Chain(token_factors, linear.operator), project=scaled)
     features = factor[0, 0].to(linear.values)
     if not bool((factor == features).all()):
         raise InputError(
@@ -168,8 +168,8 @@ class _LinearCalls(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         # a quantized weight, say, may have no other operation than its product
-        plain = len(args) > 1 and type(args[1]) in (Tensor, nn.Parameter)
-        if func not in (F.linear, wide_products.linear) or kwargs or not plain:
+        is_plain = len(args) > 1 and type(args[1]) in (Tensor, nn.Parameter)
+        if func not in (F.linear, wide_products.linear) or kwargs or not is_plain:
             return func(*args, **(kwargs or {}))
         x, weight, bias = (*args, None)[:3]
         out = x.new_empty(*x.shape[:-1], len(weight)) if self._is_first(x) else func(*args)

@@ -62,9 +62,9 @@ def exact_products(model: nn.Module, run: Callable[[], Tensor]) -> Iterator[None
         >>> with exact_products(model, lambda: model(torch.ones(1, 2))):  # nothing is quantized
         ...     pass
     """
-    kept: dict[torch.device, int] = {}
+    free_bytes: dict[torch.device, int] = {}
     layers = [
-        Affine(name, module, kept)
+        Affine(name, module, free_bytes)
         for name, module in model.named_modules()
         if is_quantized(module) and not isinstance(value_in_thread(module, "forward"), Affine)
     ]
@@ -101,11 +101,11 @@ class Affine:
         kept: the free bytes for weights by device, common to all layers.
     """
 
-    def __init__(self, name: str, module: nn.Module, kept: dict[torch.device, int]) -> None:
+    def __init__(self, name: str, module: nn.Module, free_bytes: dict[torch.device, int]) -> None:
         self.name, self.module = name, module
         self.bias: Tensor | None = None
         self.error = -1.0
-        self._kernel, self._room = value_in_thread(module, "forward"), kept
+        self._kernel, self._free_bytes = value_in_thread(module, "forward"), free_bytes
         self._weight: Tensor | None = None
         #: An input (1, ..., K) of the form that the kernel accepts.
         self._like = torch.empty(0)
@@ -130,16 +130,16 @@ class Affine:
         """Return the weight W (N, K) in the precision of the kernel's output."""
         if self._weight is not None:
             return self._weight
-        weight = self._offered()
-        weight = self._measured() if weight is None else weight
-        room, needed = self._room, weight.numel() * weight.itemsize
-        room.setdefault(weight.device, free_memory(weight.device) // _SHARE)
-        if needed <= room[weight.device]:
-            room[weight.device] -= needed
+        weight = self._plain_weight()
+        weight = self._measure_weight() if weight is None else weight
+        free_bytes, needed = self._free_bytes, weight.numel() * weight.itemsize
+        free_bytes.setdefault(weight.device, free_memory(weight.device) // _SHARE)
+        if needed <= free_bytes[weight.device]:
+            free_bytes[weight.device] -= needed
             self._weight = weight
         return weight
 
-    def _offered(self) -> Tensor | None:
+    def _plain_weight(self) -> Tensor | None:
         """Return the layer's weight as a plain tensor in floating point; None if it has none."""
         weight: Tensor | None = self.module._parameters.get("weight")
         if weight is not None and type(weight).dequantize is not Tensor.dequantize:
@@ -150,18 +150,18 @@ class Affine:
         self.bias = self.module._parameters.get("bias")
         return weight
 
-    def _measured(self) -> Tensor:
+    def _measure_weight(self) -> Tensor:
         """Return the weight W (N, K) that the kernel uses for unit vectors, and find the bias."""
-        shift, size = self._kernel(self._like), self._like.shape[-1]
-        self.bias = shift.flatten() if bool(shift.any()) else None
+        at_zero, size = self._kernel(self._like), self._like.shape[-1]
+        self.bias = at_zero.flatten() if bool(at_zero.any()) else None
         length = 1.0 if self.bias is None else _LONG
         rows = []
         for start in range(0, size, _ROWS):
             count = min(_ROWS, size - start)
             units = self._like.new_zeros(*self._like.shape[:-2], count, size)
             units[..., range(count), range(start, start + count)] = length
-            found = self._kernel(units) - shift
-            rows.append(found.view(count, -1) / length)
+            outputs = self._kernel(units) - at_zero
+            rows.append(outputs.view(count, -1) / length)
         return torch.cat(rows).T
 
     @torch.no_grad()
@@ -171,9 +171,9 @@ class Affine:
             return
         self._like = torch.zeros_like(x.detach()[(slice(0, 1),) * (x.dim() - 1)])
         y = self._kernel(x.detach())
-        line = F.linear(x.detach(), self.weight().to(x))
-        line = line if self.bias is None else line + self.bias.to(x)
-        self.error = float((y - line).abs().max() / y.abs().max().clamp_min(1e-30))
+        affine = F.linear(x.detach(), self.weight().to(x))
+        affine = affine if self.bias is None else affine + self.bias.to(x)
+        self.error = float((y - affine).abs().max() / y.abs().max().clamp_min(1e-30))
         if not self.error <= _REFUSED:
             raise NotLinearError(
                 f"Layer {self.name!r}, a quantized {type(self.module).__name__}, differs from its "
@@ -206,16 +206,17 @@ class _KernelProduct(torch.autograd.Function):
 
 def is_quantized(module: nn.Module) -> bool:
     """Return True if a module without parts has weights of few bits or of a custom class."""
-    own = (*module._parameters.values(), *module._buffers.values())
-    coded = any(x is not None and x.dim() > 1 and _is_coded(x) for x in own)
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    has_coded = any(x is not None and x.dim() > 1 and _is_coded(x) for x in tensors)
     # compressed-tensors rounds weights in floating point in each call
     return not module._modules and (
-        coded or getattr(module, "quantization_scheme", None) is not None
+        has_coded or getattr(module, "quantization_scheme", None) is not None
     )
 
 
 def _is_coded(x: Tensor) -> bool:
+    """Return True for integers that code weights, and for tensor classes of quantized weights."""
     if type(x) not in (Tensor, nn.Parameter):
-        plain = hasattr(x, "placements") or isinstance(x, torch._subclasses.FakeTensor)
-        return not plain
+        is_ordinary = hasattr(x, "placements") or isinstance(x, torch._subclasses.FakeTensor)
+        return not is_ordinary
     return x.dtype == torch.int32 or (x.dtype.itemsize == 1 and x.dtype != torch.bool)

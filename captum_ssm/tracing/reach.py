@@ -21,19 +21,19 @@ def reachable(value: Any) -> Iterator[tuple[str, nn.Module]]:
     A function refers to its closure, its default arguments and the globals that it reads. An
     object refers to its attributes. References of references are followed as well.
     """
-    seen: set[int] = set()
-    near = [("forward_func", value)]
+    visited_ids: set[int] = set()
+    references = [("forward_func", value)]
     for _ in range(_STEPS + 1):
-        fresh = [(name, x) for name, x in near if id(x) not in seen]
-        seen.update(id(x) for _, x in fresh)
-        yield from ((name, x) for name, x in fresh if isinstance(x, nn.Module))
-        near = [inner for name, x in fresh for inner in _referred(name, x)]
+        unvisited = [(name, x) for name, x in references if id(x) not in visited_ids]
+        visited_ids.update(id(x) for _, x in unvisited)
+        yield from ((name, x) for name, x in unvisited if isinstance(x, nn.Module))
+        references = [inner for name, x in unvisited for inner in _references_of(name, x)]
 
 
-def _referred(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _references_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the name and the value of each direct reference of ``value``."""
     if isinstance(value, FunctionType):
-        yield from _of_function(value)
+        yield from _references_of_function(value)
     elif isinstance(value, MethodType):
         yield name, value.__func__
         yield name, value.__self__
@@ -46,20 +46,21 @@ def _referred(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, dict):
         yield from ((f"{name}[{key!r}]", x) for key, x in value.items())
     elif not isinstance(value, _NOT_OPENED) and hasattr(value, "__dict__"):
-        yield from _of_object(name, value)
+        yield from _references_of_object(name, value)
 
 
-def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+def _references_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield a function's closure, the globals that it reads, and its default arguments."""
     code = function.__code__
-    read = _names_read(code)
+    names_read = _names_read(code)
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     for name, cell in cells:
         try:
-            yield from _used(read, name, cell.cell_contents)
-        except ValueError:  # not filled yet
+            yield from _value_or_attributes(names_read, name, cell.cell_contents)
+        except ValueError:  # the variable is not assigned yet
             continue
-    for name in sorted(read & function.__globals__.keys()):
-        yield from _used(read, name, function.__globals__[name])
+    for name in sorted(names_read & function.__globals__.keys()):
+        yield from _value_or_attributes(names_read, name, function.__globals__[name])
     names = code.co_varnames[: code.co_argcount]
     defaults = function.__defaults__ or ()
     yield from zip(names[len(names) - len(defaults) :], defaults, strict=True)
@@ -68,24 +69,24 @@ def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 def _names_read(code: CodeType) -> set[str]:
     """Return the names of globals and attributes in the code of a function and its functions."""
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return {*code.co_names, *(name for each in inner for name in _names_read(each))}
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    return {*code.co_names, *(name for inner_code in inner for name in _names_read(inner_code))}
 
 
-def _used(read: set[str], name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _value_or_attributes(names_read: set[str], name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield a value that a function refers to, or only the attributes that its code reads."""
-    held = {} if isinstance(value, _NOT_OPENED) else getattr(value, "__dict__", {})
-    named = [each for each in held if each in read]
-    if named and not any(hasattr(type(value), each) for each in read):
-        yield from ((f"{name}.{each}", held[each]) for each in named)
+    attributes = {} if isinstance(value, _NOT_OPENED) else getattr(value, "__dict__", {})
+    attributes_read = [name_read for name_read in attributes if name_read in names_read]
+    if attributes_read and not any(hasattr(type(value), name_read) for name_read in names_read):
+        yield from ((f"{name}.{name_read}", attributes[name_read]) for name_read in attributes_read)
     else:
         yield name, value
 
 
-def _of_object(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _references_of_object(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield an object's modules and other callables, and its own ``__call__``."""
     if callable(value):
         yield f"{name}.__call__", type(value).__call__
-    for key, held in list(vars(value).items()):
-        if callable(held):
-            yield f"{name}.{key}", held
+    for key, attribute in list(vars(value).items()):
+        if callable(attribute):
+            yield f"{name}.{key}", attribute

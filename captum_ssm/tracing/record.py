@@ -26,7 +26,7 @@ from .layer import Layer
 from .observe import Arguments, Watcher, observe
 from .offload import lasting_form, linearize, tensors_of
 from .projection import Projection
-from .split import least
+from .split import smallest_of_processes
 from .verification import (
     Errors,
     accepted,
@@ -100,14 +100,14 @@ class Trace:
         The result stays valid if the module changes later. If :attr:`checks` is True, it is
         checked against the module's output.
         """
-        linear = self._made(layer, running=True)
+        linear = self._call_adapter(layer, running=True)
         with torch.inference_mode(False), torch.no_grad():
-            lasting = lasting_form(layer.mixer, layer.call, linear)
+            stored = lasting_form(layer.mixer, layer.call, linear)
         if self.checks:
             # a projection that loads its weights would unload them from the module that runs
-            is_read = isinstance(lasting.project, Projection)
-            layer.checked = _errors(layer, lasting if is_read else linear)
-        return lasting
+            is_stored = isinstance(stored.project, Projection)
+            layer.checked = _errors(layer, stored if is_stored else linear)
+        return stored
 
     def linearize(self, layer: Layer) -> LinearMixer:
         """Build the linear mixer of a layer after its call; the latest result is cached.
@@ -123,14 +123,14 @@ class Trace:
         if self._last is None or self._last[0] is not layer:
             self._last = None
             layer.check_unchanged()
-            linear = self._made(layer, running=False)
-            known = layer.checked
+            linear = self._call_adapter(layer, running=False)
+            known = layer.checked  # an operator that failed its first check is not checked again
             if self.is_of_the_run and (known is None or accepted(known.strict, layer.tolerance)):
                 require_as_it_was(layer.name, _errors(layer, linear).strict, layer.tolerance)
             self._last = (layer, linear)
         return self._last[1]
 
-    def _made(self, layer: Layer, *, running: bool) -> LinearMixer:
+    def _call_adapter(self, layer: Layer, *, running: bool) -> LinearMixer:
         """Call the adapter, and raise for the first layer with a coefficient that is not finite."""
         device = layer.output.device
         with torch.inference_mode(False), torch.no_grad(), full_precision(device):
@@ -161,13 +161,13 @@ class Trace:
         with a different number of tokens than the last layer, such as an image tower's, are
         ignored.
         """
-        read, size = set(), self.layers[-1].call.hidden_states.shape[:2] if self.layers else ()
+        tried, size = set(), self.layers[-1].call.hidden_states.shape[:2] if self.layers else ()
         for layer in reversed(self.layers):
-            if layer.architecture in read:
+            if layer.architecture in tried:
                 continue
-            read.add(layer.architecture)
+            tried.add(layer.architecture)
             finite = all_finite(layer.output)
-            if (_received_more(layer.call) or not finite) and layer.linear.mask is not None:
+            if (_may_have_mask(layer.call) or not finite) and layer.linear.mask is not None:
                 mask = layer.linear.mask
                 if layer.call.hidden_states.shape[:2] == size:
                     return mask
@@ -198,7 +198,7 @@ def _errors(layer: Layer, linear: LinearMixer) -> Errors:
         return Errors(0.0, 0.0) if rounding else errors
 
 
-def _received_more(call: Call) -> bool:
+def _may_have_mask(call: Call) -> bool:
     """Return True if a call has more than the sequence and plain values, perhaps a mask."""
     sequence = call.hidden_states
     others = (x for x in (*call.args, *call.kwargs.values()) if x is not sequence)
@@ -252,8 +252,8 @@ def trace(
     """
     module = find_model(model)
     mixers = find_mixers(module, layers)
-    free = least(free_memory(_device_of(module)), module.modules()) if operators else None
-    room = None if free is None else free // _SHARE
+    free = free_memory(_device_of(module)) if operators else None
+    room = None if free is None else smallest_of_processes(free, module.modules()) // _SHARE
     record = Trace(room, verify)
     with ExitStack() as stack:
         # with graph="tail" the recorder turns gradients on behind the last mixer
@@ -383,10 +383,11 @@ def free_memory(device: torch.device) -> int:
 def bytes_of(tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> int:
     """Return the bytes of tensors, counting shared memory once and ``besides`` not at all."""
     # a quantized weight's memory may lie in parts that it alone knows
-    kept = {t.untyped_storage().data_ptr() for t in besides if type(t) in (Tensor, nn.Parameter)}
+    plain = (x for x in besides if type(x) in (Tensor, nn.Parameter))
+    excluded = {x.untyped_storage().data_ptr() for x in plain}
     storages = (tensor.untyped_storage() for tensor in tensors)
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    return sum(size for place, size in sizes.items() if place not in kept)
+    return sum(size for pointer, size in sizes.items() if pointer not in excluded)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -28,7 +28,7 @@ def is_split(module: nn.Module) -> bool:
 
 
 def require_gathered(model: nn.Module, modules: Iterable[nn.Module]) -> None:
-    """Raise for a module whose split weights :func:`whole` does not gather.
+    """Raise for a module whose split weights :func:`gathered_weights` does not gather.
 
     FSDP gathers weights by itself for the time of a call. Earlier versions of transformers split
     weights into plain tensors, and leave an attribute on the module.
@@ -41,9 +41,10 @@ def require_gathered(model: nn.Module, modules: Iterable[nn.Module]) -> None:
         InputError: naming the first such module.
     """
     for module in modules:
-        known = is_split(module) or not _parts(module) or any(map(_is_of_fsdp, model.modules()))
-        if not known or "_hf_tp_plan" in vars(module):
-            name = next(name for name, each in model.named_modules() if each is module)
+        is_known = is_split(module) or not _split_weights(module)
+        is_known = is_known or any(map(_is_of_fsdp, model.modules()))
+        if not is_known or "_hf_tp_plan" in vars(module):
+            name = next(name for name, other in model.named_modules() if other is module)
             raise InputError(
                 f"Module {name!r}: its weights are split between processes in a way that is not "
                 "supported, and no process has the whole module. Load the model with a newer "
@@ -56,7 +57,7 @@ def _is_of_fsdp(module: nn.Module) -> bool:
 
 
 @contextmanager
-def whole(modules: Iterable[nn.Module]) -> Iterator[None]:
+def gathered_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Give split modules complete weights and the class's ``forward``, inside the ``with``.
 
     The processes exchange their parts of the weights, so every process must enter the ``with``.
@@ -74,7 +75,7 @@ def whole(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
 
 
-def least(number: int, modules: Iterable[nn.Module]) -> int:
+def smallest_of_processes(number: int, modules: Iterable[nn.Module]) -> int:
     """Return the smallest ``number`` of all processes, or ``number`` if the model is not split.
 
     If each process decided by its own free memory, the processes would differ in the calls by
@@ -84,16 +85,17 @@ def least(number: int, modules: Iterable[nn.Module]) -> int:
         number: the number of this process, such as the bytes of its free memory.
         modules: the modules of the model.
     """
-    part: Any = next((x for m in filter(is_split, modules) for x in _parts(m)), None)
-    if part is None:
+    weights: Any = (x for m in filter(is_split, modules) for x in _split_weights(m))
+    weight = next(weights, None)
+    if weight is None:
         return number
     from torch.distributed.tensor import DTensor, Partial
 
-    mesh, own = part.device_mesh, part.to_local().new_full((), number, dtype=torch.int64)
+    mesh, own = weight.device_mesh, weight.to_local().new_full((), number, dtype=torch.int64)
     return int(DTensor.from_local(own, mesh, [Partial("min")] * mesh.ndim).full_tensor())
 
 
-def _parts(module: nn.Module) -> list[Any]:
+def _split_weights(module: nn.Module) -> list[Any]:
     """Return the module's own weights that are divided between processes."""
     weights: Any = module._parameters.values()
     return [x for x in weights if not all(p.is_replicate() for p in getattr(x, "placements", ()))]

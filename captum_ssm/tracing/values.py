@@ -50,47 +50,48 @@ def fit(branches: Sequence[Branch], change: Tensor, x: Tensor) -> Way | None:
     limit = torch.maximum(rounding_of(x), rounding_of(change)) / (4 if x.dtype.itemsize > 2 else 1)
     if not bool(change.abs().max() > 8 * limit):
         return None
-    for steps, of_branch in reversed(branches):
-        if of_branch.shape != change.shape:
+    for steps, branch_change in reversed(branches):
+        if branch_change.shape != change.shape:
             continue
-        of_branch = of_branch.to(change)
-        scale = (of_branch * change).sum() / of_branch.square().sum()
+        branch_change = branch_change.to(change)
+        scale = (branch_change * change).sum() / branch_change.square().sum()
         scale = torch.where((scale - 1).abs() <= max(1e-5, _eps(x)), 1, scale)
-        gain = (of_branch * change).sum(0) / of_branch.square().sum(0)
-        off = [(change - factor * of_branch).abs().max() for factor in (scale, gain)]
-        number, by_number, by_feature, limited = torch.stack([scale, *off, limit]).tolist()
-        if by_number <= limited:
-            return [*steps, *([] if number == 1 else [AffineStep(number)])]
-        if len(of_branch) > 1 and by_feature <= limited:
+        gain = (branch_change * change).sum(0) / branch_change.square().sum(0)
+        errors = [(change - factor * branch_change).abs().max() for factor in (scale, gain)]
+        numbers = torch.stack([scale, *errors, limit])  # one transfer from the GPU
+        scalar, scalar_error, feature_error, accepted = numbers.tolist()
+        if scalar_error <= accepted:
+            return [*steps, *([] if scalar == 1 else [AffineStep(scalar)])]
+        if len(branch_change) > 1 and feature_error <= accepted:
             return [*steps, AffineStep(gain)]
     return _sum_of(branches, change, limit)
 
 
 def _sum_of(branches: Sequence[Branch], change: Tensor, limit: Tensor) -> Way | None:
     """Find a weighted sum of branches with this change, such as projection plus LoRA; else None."""
-    some = [branch for branch in branches if branch.change.shape == change.shape]
-    if len(some) < 2:
+    candidates = [branch for branch in branches if branch.change.shape == change.shape]
+    if len(candidates) < 2:
         return None
-    changes = torch.stack([branch.change.flatten() for branch in some], 1).to(change).double()
+    changes = torch.stack([branch.change.flatten() for branch in candidates], 1).to(change).double()
     flat = change.flatten()[:, None].double()
     weights = torch.linalg.lstsq(changes, flat).solution
     if not bool((changes @ weights - flat).abs().max() <= limit):
         return None
-    return summed([branch.steps for branch in some], weights.flatten().tolist())
+    return weighted_sum([branch.steps for branch in candidates], weights.flatten().tolist())
 
 
-def summed(ways: Sequence[Way], weights: Sequence[float]) -> Way | None:
+def weighted_sum(ways: Sequence[Way], weights: Sequence[float]) -> Way | None:
     """Return steps equal to a weighted sum of ``ways``; None if a step differs between tokens."""
-    shared = 0
+    shared = 0  # the number of first steps that all ways have in common
     while all(len(way) > shared and way[shared] is ways[0][shared] for way in ways):
         shared += 1
     rests = [way[shared:] for way in ways]
     if not all(step.is_alike for rest in rests for step in rest):
         return None
-    found = [step.matrix for rest in rests for step in rest if step.matrix is not None]
-    if not found:
+    matrices = [step.matrix for rest in rests for step in rest if step.matrix is not None]
+    if not matrices:
         return None
-    eye = torch.eye(len(found[0]), dtype=found[0].dtype, device=found[0].device)
+    eye = torch.eye(len(matrices[0]), dtype=matrices[0].dtype, device=matrices[0].device)
     bias = sum(
         w * along(rest, torch.zeros_like(eye[:1])) for w, rest in zip(weights, rests, strict=True)
     )
@@ -115,47 +116,48 @@ def is_same(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and bool((x - y.to(x)).abs().max() <= rounding_of(x))
 
 
-def likely(
-    rest: Tensor, before: Sequence[Tensor], left: Sequence[Tensor]
+def likely_relations(
+    rest: Tensor, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> list[tuple[str, Tensor, Tensor]]:
     """Find likely relations of a tensor to others, from a few tokens and one synchronization.
 
     Args:
         rest: the tensor (B, L, E).
-        before, left: lists of other tensors with the same shape.
+        inputs, outputs: lists of other tensors with the same shape.
 
     Returns:
-        The kind and two tensors of each relation. ``"scaled"``: a scalar times one of ``before``.
-        ``"shifted"``: one of ``before`` plus a constant. ``"sum"``: the sum of two of ``before``.
-        ``"part"``: the sum of one of ``before`` and one of ``left``.
+        The kind and two tensors of each relation. ``"scaled"``: a scalar times one of ``inputs``.
+        ``"shifted"``: one of ``inputs`` plus a constant. ``"sum"``: the sum of two of ``inputs``.
+        ``"part"``: the sum of one of ``inputs`` and one of ``outputs``.
     """
-    if not before:
+    if not inputs:
         return []
     step = max(1, rest.shape[:2].numel() // _SAMPLE)
 
-    def some(x: Tensor) -> Tensor:
+    def sample(x: Tensor) -> Tensor:
         return x.flatten(0, 1)[::step][:_SAMPLE]
 
-    mine, these = some(rest), torch.stack([*map(some, before)])
-    those = torch.stack([*map(some, [*before, *left])]).to(mine)
-    scale = (these * mine).sum((1, 2), keepdim=True) / these.square().sum((1, 2), keepdim=True)
-    gaps = mine - these
-    limit = 4 * torch.stack([*map(rounding_of, [rest, *before, *left])]).max()
-    near = (mine - scale * these).abs().amax((1, 2)).fmin(gaps.abs().amax((1, 2)))
-    shifted = (gaps - gaps[:, :1]).abs().amax((1, 2))
-    apart = torch.stack([(gap - those).abs().amax((1, 2)) for gap in gaps])
-    table = torch.cat([near[:, None], shifted[:, None], apart], 1) <= limit
-    found = list[tuple[str, Tensor, Tensor]]()
-    for x, (is_scaled, is_shifted, *sums) in zip(before, table.tolist(), strict=True):
-        found += [("scaled", x, x)] * is_scaled + [("shifted", x, x)] * is_shifted
-        pairs = zip([*before, *left], sums, strict=True)
-        found += [
-            ("sum" if i < len(before) else "part", x, other)
-            for i, (other, fits) in enumerate(pairs)
-            if fits
+    x, xs = sample(rest), torch.stack([*map(sample, inputs)])
+    all_xs = torch.stack([*map(sample, [*inputs, *outputs])]).to(x)
+    scale = (xs * x).sum((1, 2), keepdim=True) / xs.square().sum((1, 2), keepdim=True)
+    gaps = x - xs
+    limit = 4 * torch.stack([*map(rounding_of, [rest, *inputs, *outputs])]).max()
+    scaled_error = (x - scale * xs).abs().amax((1, 2)).fmin(gaps.abs().amax((1, 2)))
+    shifted_error = (gaps - gaps[:, :1]).abs().amax((1, 2))
+    sum_errors = torch.stack([(gap - all_xs).abs().amax((1, 2)) for gap in gaps])
+    fits = torch.cat([scaled_error[:, None], shifted_error[:, None], sum_errors], 1) <= limit
+    relations = list[tuple[str, Tensor, Tensor]]()
+    for first, (is_scaled, is_shifted, *sums) in zip(inputs, fits.tolist(), strict=True):
+        relations += [("scaled", first, first)] * is_scaled
+        relations += [("shifted", first, first)] * is_shifted
+        pairs = zip([*inputs, *outputs], sums, strict=True)
+        relations += [
+            ("sum" if i < len(inputs) else "part", first, second)
+            for i, (second, is_sum) in enumerate(pairs)
+            if is_sum
         ]
     order = ["scaled", "shifted", "sum", "part"]
-    return sorted(found, key=lambda each: order.index(each[0]))
+    return sorted(relations, key=lambda relation: order.index(relation[0]))
 
 
 def is_constant(rest: Tensor, x: Tensor) -> bool:
@@ -171,7 +173,7 @@ def steps_of(module: nn.Module, x: Tensor, out: Tensor) -> Way | None:
         bias = module(torch.zeros_like(x[:1, :1]))
         eye = torch.eye(width, dtype=x.dtype, device=x.device)
         matrix = (module(eye[None]) - bias)[0]
-    except _OF_INPUTS:  # it takes something else
+    except _OF_INPUTS:  # the module takes no such sequence
         return None
     bias = bias[0, 0]
     if matrix.dim() == 2 and bool((x @ matrix + bias - out).abs().max() <= rounding_of(out, 16)):
@@ -191,16 +193,17 @@ def norm_of(x: Tensor, out: Tensor, bias: Tensor | None) -> Way | None:
     shift = 0.0 if bias is None else bias
     for is_centered in (False, True):
         inner = x - x.mean(-1, keepdim=True) if is_centered else x
-        c, d = inner.double().flatten(0, 1), (out - shift).double().flatten(0, 1)
-        most = c.abs().amin(-1).argmax()  # the token whose smallest feature is the largest
-        gain = d[most] / c[most].where(c[most] != 0, 1)
-        for _ in range(3):  # of rank one: the statistics' size times the gain
-            size = _quotient(d, c * gain, -1)
-            gain = _quotient(d, c * size, 0)
+        a, b = inner.double().flatten(0, 1), (out - shift).double().flatten(0, 1)
+        # b = a * size * gain, with one size for each token and one gain for each feature
+        token = a.abs().amin(-1).argmax()  # the token whose smallest feature is the largest
+        gain = b[token] / a[token].where(a[token] != 0, 1)
+        for _ in range(3):  # alternating least squares
+            size = _quotient(b, a * gain, -1)
+            gain = _quotient(b, a * size, 0)
         size = size.view(*x.shape[:2], 1)
         gain, size = gain.to(x), size.to(x)
         if bool((inner * gain * size + shift - out).abs().max() <= rounding_of(out, 16)):
             eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-            first = [AffineStep(matrix=eye - 1 / x.shape[-1])] if is_centered else []
-            return [*first, AffineStep(size), AffineStep(gain, bias=bias)]
+            centering = [AffineStep(matrix=eye - 1 / x.shape[-1])] if is_centered else []
+            return [*centering, AffineStep(size), AffineStep(gain, bias=bias)]
     return None

@@ -110,7 +110,7 @@ class Errors(NamedTuple):
 def accepted(error: Error, limit: float) -> bool:
     """Return True if an error is within a limit; ratios on a device may be checked only later."""
     if isinstance(error, tuple):
-        return all(each.at_most(limit) for each in error)
+        return all(ratio.at_most(limit) for ratio in error)
     return error <= limit
 
 
@@ -140,15 +140,15 @@ def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
     signs = _signs(1, batch, tokens, linear.values)[0]
     project = projection_of(linear)
     combined = _combined(operator, signs[:, :, None, None].expand(operator.shape), linear.values)
-    found, rest = project.product(combined.flatten(1)), project.rest
+    expected, rest = project.product(combined.flatten(1)), project.rest
     if rest is not None and rest.dim() < 3:  # the same for all tokens
-        found = torch.addcmul(found, signs.sum(1, keepdim=True), rest)
+        expected = torch.addcmul(expected, signs.sum(1, keepdim=True), rest)
     elif rest is not None:
-        found = found + (signs[..., None] * rest).sum(1)
-    off = torch.baddbmm(found[:, None], signs[:, None], real.to(signs), alpha=-1)
+        expected = expected + (signs[..., None] * rest).sum(1)
+    differences = torch.baddbmm(expected[:, None], signs[:, None], real.to(signs), alpha=-1)
     if are_noted(real):
-        return Errors(0.0, _ratios(real, None, off)[1])
-    return Errors(0.0, _of_sums(off, real))
+        return Errors(0.0, _ratios(real, None, differences)[1])
+    return Errors(0.0, _of_sums(differences, real))
 
 
 def _of_sums(differences: Tensor, real: Tensor) -> float:
@@ -199,26 +199,26 @@ def _signs(draws: int, batch: int, tokens: int, like: Tensor) -> Tensor:
 
 def _combined(operator: Operator, row: Tensor, values: Tensor) -> Tensor:
     """Return the sum over tokens of ``row`` times the operator's output, (B, H, P)."""
-    alike: list[tuple[Tensor, Tensor]] = []  # sums of a row, and offsets common to all tokens
-    others: list[Tensor] = []
+    common: list[tuple[Tensor, Tensor]] = []  # sums of a row, and offsets common to all tokens
+    offset_sums: list[Tensor] = []
 
-    def back(part: Operator, row: Tensor) -> Tensor:
+    def pull_back(part: Operator, row: Tensor) -> Tensor:
         """Apply the adjoint of ``part`` to ``row``; collect ``row`` times ``part.offset()``."""
         if isinstance(part, Chain):
-            for each in part.parts:  # the last one acts first
-                row = back(each, row)
+            for factor in part.parts:  # the last one acts first
+                row = pull_back(factor, row)
             return row
-        if isinstance(part, Sum) and any(isinstance(each, Chain) for each in part.parts):
-            return sum_tensors(back(each, row) for each in part.parts)
+        if isinstance(part, Sum) and any(isinstance(factor, Chain) for factor in part.parts):
+            return sum_tensors(pull_back(factor, row) for factor in part.parts)
         offset = part.offset()
         if offset is not None and offset.stride(1) == 0:
-            alike.append((row.sum(1), offset[:, 0]))
+            common.append((row.sum(1), offset[:, 0]))
         elif offset is not None:
-            others.append((row * offset).sum(1))
+            offset_sums.append((row * offset).sum(1))
         return part.transpose(row)
 
-    total = sum_tensors([(back(operator, row) * values).sum(1), *others])
-    for factors in alike:
+    total = sum_tensors([(pull_back(operator, row) * values).sum(1), *offset_sums])
+    for factors in common:
         total = torch.addcmul(total, *factors)
     return total
 
@@ -242,22 +242,22 @@ def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Line
     }
     wide = replace(call, args=_double(call.args), kwargs=_double(call.kwargs))
 
-    def both(module: nn.Module) -> tuple[Tensor, Tensor]:
+    def in_double(module: nn.Module) -> tuple[Tensor, Tensor]:
         """Return the outputs of module and operator in float64."""
-        with torch._C._EnableTorchFunction(), _Widened():  # also where functions are out of sight
+        with torch._C._EnableTorchFunction(), _Widened():  # calls may be hidden
             output = module.forward(*wide.args, **wide.kwargs)
         wide_call = replace(wide, output=output)
         return wide_call.output_tensor, linearize(mixer, wide_call).output()
 
     try:
-        truth, exact = torch.func.functional_call(_Inside(mixer.module), parameters, (both,))
+        truth, exact = torch.func.functional_call(_Inside(mixer.module), parameters, (in_double,))
     except (RuntimeError, TypeError, NotImplementedError):  # a module of a single dtype
         return False
     if truth.dtype != torch.float64:
         return False
     real = call.output_tensor
-    sound = any(accepted(output_errors(x, truth).strict, _ROUNDED) for x in (exact, rebuilt))
-    return sound and relative_error(rebuilt, truth) <= 4 * relative_error(real, truth)
+    is_accepted = any(accepted(output_errors(x, truth).strict, _ROUNDED) for x in (exact, rebuilt))
+    return is_accepted and relative_error(rebuilt, truth) <= 4 * relative_error(real, truth)
 
 
 class _Widened(TorchFunctionMode):
@@ -268,11 +268,12 @@ class _Widened(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.float:
             func = Tensor.double
-        named = {key: _wide(value) for key, value in (kwargs or {}).items()}
-        return func(*map(_wide, args), **named)
+        options = {key: _wide(value) for key, value in (kwargs or {}).items()}
+        return func(*map(_wide, args), **options)
 
 
 def _wide(value: Any) -> Any:
+    """Return float64 for the dtype float32, such as an argument of ``to``, else ``value``."""
     return torch.float64 if value is torch.float32 else value
 
 
@@ -294,6 +295,7 @@ class _Inside(nn.Module):
 
 
 def _double(value: Any) -> Any:
+    """Convert the floating tensors in nested tuples, lists and mappings to float64."""
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value
     if isinstance(value, Mapping):
@@ -307,18 +309,18 @@ def require_same(name: str, architecture: Architecture, error: Error, limit: flo
     """Raise unless an operator reproduces its module's output."""
     if accepted(error, limit):
         return
-    found = (
+    complaint = (
         f"Layer {name!r} ({architecture.family}): the operator reproduces the module's output with "
         f"an error of {error:.1e}, more than {limit:.0e}."
     )
     if architecture.like:
         raise ReconstructionError(
-            f"{found} {architecture.class_path} is served with like={architecture.like!r}, but "
+            f"{complaint} {architecture.class_path} is served with like={architecture.like!r}, but "
             f"computes something else. Pass register_mixer() a custom adapter; {how_to()} shows "
             "how to write one."
         )
     raise ReconstructionError(
-        f"{found} The module differs from its adapter. If the adapter is yours, correct it; "
+        f"{complaint} The module differs from its adapter. If the adapter is yours, correct it; "
         "else please report this with the model's configuration. For a module that is random, or "
         "computes in a lower precision than its dtype, pass a larger tolerance, as in verify=1e-2."
     )

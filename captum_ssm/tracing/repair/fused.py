@@ -58,12 +58,12 @@ def _norm_of_mamba_ssm(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace mamba_ssm's norm by :func:`_norm`, unless it has two norms, dropout or a rowscale."""
 
     @functools.wraps(original)
-    def norm(*given: Any) -> Any:
-        x, weight, bias, residual, x1, weight1, _, eps, dropout_p, rowscale, *how = given
-        returns_mask = how.pop()
+    def norm(*args: Any) -> Any:
+        x, weight, bias, residual, x1, weight1, _, eps, dropout_p, rowscale, *options = args
+        returns_mask = options.pop()
         if dropout_p or returns_mask or any(y is not None for y in (x1, weight1, rowscale)):
-            return original(*given)
-        return _norm(x, weight, bias, residual, eps, *how)
+            return original(*args)
+        return _norm(x, weight, bias, residual, eps, *options)
 
     return norm
 
@@ -96,10 +96,10 @@ def _gated_norm_of_fla(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace fla's gated norm by :func:`gated_norm`, except with ``residual`` or ``prenorm``."""
 
     @functools.wraps(original)
-    def norm(*given: Any) -> Any:
-        x, z, weight, bias, activation, residual, eps, prenorm, _, is_rms_norm = given
+    def norm(*args: Any) -> Any:
+        x, z, weight, bias, activation, residual, eps, prenorm, _, is_rms_norm = args
         if residual is not None or prenorm:
-            return original(*given)
+            return original(*args)
         act = torch.sigmoid if activation == "sigmoid" else F.silu
         return gated_norm(x, weight, bias, z, eps, is_rms_norm=is_rms_norm, act=act)
 
@@ -107,15 +107,15 @@ def _gated_norm_of_fla(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _norm_linear(
-    x: Tensor, weight: Any, bias: Any, matrix: Tensor, shift: Any, *how: Any
+    x: Tensor, weight: Any, bias: Any, matrix: Tensor, shift: Any, *options: Any
 ) -> Tensor:
-    return F.linear(_norm(x, weight, bias, *how), matrix, shift)
+    return F.linear(_norm(x, weight, bias, *options), matrix, shift)
 
 
 def _gated_norm_linear(
-    x: Tensor, z: Tensor, weight: Any, bias: Any, matrix: Tensor, shift: Any, *how: Any
+    x: Tensor, z: Tensor, weight: Any, bias: Any, matrix: Tensor, shift: Any, *options: Any
 ) -> Tensor:
-    _, eps, *_, is_rms_norm = how
+    _, eps, *_, is_rms_norm = options
     return F.linear(gated_norm(x, weight, bias, z, eps, is_rms_norm=is_rms_norm), matrix, shift)
 
 
@@ -124,13 +124,13 @@ def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, **how: Any) -> Any:
-        begin = how.get("seqlen_offsets", 0)
-        if interleaved or how.get("cu_seqlens") is not None or not isinstance(begin, int):
+        offset = how.get("seqlen_offsets", 0)
+        if interleaved or how.get("cu_seqlens") is not None or not isinstance(offset, int):
             return original(x, cos, sin, interleaved=interleaved, **how)
-        cos, sin = (y[begin : begin + x.shape[1], None].to(x.dtype) for y in (cos, sin))
+        cos, sin = (y[offset : offset + x.shape[1], None].to(x.dtype) for y in (cos, sin))
         half = cos.shape[-1]
-        one, other, rest = x.tensor_split((half, 2 * half), -1)
-        return torch.cat([one * cos - other * sin, other * cos + one * sin, rest], -1)
+        first, second, rest = x.tensor_split((half, 2 * half), -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
     return rotate
 
@@ -158,9 +158,9 @@ def _token_shift(
     if cache is not None:
         before = torch.cat([cache[:, None], x[:, :-1]], 1)
     if cu_seqlens is not None:
-        places = torch.arange(x.shape[1], device=x.device)
-        begins = (places[:, None] == cu_seqlens[:-1]).any(1)
-        before, last = before.masked_fill(begins[:, None], 0), x[0, cu_seqlens[1:] - 1]
+        positions = torch.arange(x.shape[1], device=x.device)
+        is_start = (positions[:, None] == cu_seqlens[:-1]).any(1)
+        before, last = before.masked_fill(is_start[:, None], 0), x[0, cu_seqlens[1:] - 1]
     return before - x, last if output_cache else None
 
 
@@ -198,16 +198,18 @@ _HELD = ("act_fn", "gate_fn", "feature_map_q", "feature_map_k")
 def _with_torchs_activation(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a class's ``__getattribute__`` so that it returns torch's form of an activation."""
 
-    def read(self: Any, name: str) -> Any:
-        found = original(self, name)
+    def get_attribute(self: Any, name: str) -> Any:
+        value = original(self, name)
         if name not in _HELD:
-            return found
-        return _ACTIVATIONS.get(getattr(getattr(found, "__self__", found), "__name__", ""), found)
+            return value
+        # a bound method such as SwishFunction.apply has the class's name
+        return _ACTIVATIONS.get(getattr(getattr(value, "__self__", value), "__name__", ""), value)
 
-    return read
+    return get_attribute
 
 
 def _by(substitute: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a wrapper that ignores the original function and returns ``substitute``."""
     return lambda _: substitute
 
 

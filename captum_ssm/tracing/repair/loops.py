@@ -63,8 +63,8 @@ def replacing(repairs: Iterable[Repair]) -> Undo:
     for name, path, repaired in repairs:
         holder: Any = sys.modules.get(name)
         *outer, attribute = path.split(".")
-        for part in outer:
-            holder = getattr(holder, part, None)
+        for name_in_path in outer:
+            holder = getattr(holder, name_in_path, None)
         original = None if holder is None else getattr(holder, attribute, None)
         if original is not None:
             originals.append((holder, attribute, original, attribute in vars(holder)))
@@ -102,16 +102,16 @@ def _of_mamba_ssm(original: Function) -> Function:
 
     @functools.wraps(original)
     def scan(
-        u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *rest: Any, **k: Any
+        u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *rest: Any, **options: Any
     ) -> Any:
         in_groups_or_fixed = B.dim() != 3 or C.dim() != 3
         if u.device.type != "cpu" or A.is_complex() or in_groups_or_fixed:
-            return original(u, delta, A, B, C, *rest, **k)
+            return original(u, delta, A, B, C, *rest, **options)
         wide = torch.promote_types(u.dtype, torch.float32)  # the result alone is rounded
-        found = selective_scan(u.to(wide), delta.to(wide), A, B, C, *rest, **k)
-        if isinstance(found, Tensor):
-            return found.to(u.dtype)
-        return found[0].to(u.dtype), found[1]
+        result = selective_scan(u.to(wide), delta.to(wide), A, B, C, *rest, **options)
+        if isinstance(result, Tensor):
+            return result.to(u.dtype)
+        return result[0].to(u.dtype), result[1]
 
     return scan
 
@@ -178,23 +178,23 @@ def wkv(
         return_state: whether to return the average after the last token. Default: False.
     """
     rate = -torch.exp(time_decay)
-    none = torch.zeros_like(key[:, 0], dtype=torch.float32)
-    average = [none, none, none - 1e38] if state is None else state
+    zeros = torch.zeros_like(key[:, 0], dtype=torch.float32)
+    average = [zeros, zeros, zeros - 1e38] if state is None else state
     outputs = []
     for k, v in zip(key.float().unbind(1), value.unbind(1), strict=True):
         numerator, denominator, _ = _joined(average, k + time_first, v)
         outputs.append((numerator / denominator).to(key.dtype))
         average = _joined([*average[:2], average[2] + rate], k, v)
-    kept = average if return_state or state is not None else None
-    return torch.stack(outputs, 1), kept
+    state_after = average if return_state or state is not None else None
+    return torch.stack(outputs, 1), state_after
 
 
 def _joined(average: Average, exponent: Tensor, value: Tensor) -> Average:
     """Add ``value`` with weight exp(exponent) to RWKV's running average, without overflow."""
     numerator, denominator, largest = average
-    top = torch.maximum(largest, exponent)
-    before, here = torch.exp(largest - top), torch.exp(exponent - top)
-    return [before * numerator + here * value, before * denominator + here, top]
+    maximum = torch.maximum(largest, exponent)
+    old, new = torch.exp(largest - maximum), torch.exp(exponent - maximum)  # weights, at most 1
+    return [old * numerator + new * value, old * denominator + new, maximum]
 
 
 def _without_kernel(kernel: Function) -> Function:
@@ -203,8 +203,8 @@ def _without_kernel(kernel: Function) -> Function:
 
     @functools.wraps(kernel)
     def rule(query: Tensor, *args: Any, **kwargs: Any) -> Any:
-        known = query.device.type not in ("cpu", "mps")
-        return (kernel if known else reference)(query, *args, **kwargs)
+        is_supported = query.device.type not in ("cpu", "mps")
+        return (kernel if is_supported else reference)(query, *args, **kwargs)
 
     return rule
 
