@@ -42,10 +42,7 @@ def linear_form(mixer: Mixer, call: Call) -> LinearMixer:
 
 
 def _argument_with_other_batch_size(call: Call) -> Tensor | None:
-    """Return an argument whose batch size differs from the sequence's, or None.
-
-    This explains an adapter's failure, such as with a mask of the whole batch in forward_func.
-    """
+    """Return an argument of another batch size, such as a mask of the whole batch, or None."""
     batch, tokens = call.hidden_states.shape[:2]
     tensors = (x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor))
     of_tokens = (x for x in tensors if x.dim() >= 2 and tokens in x.shape[1:])

@@ -183,12 +183,7 @@ def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def cache_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Any]:
-    """Return the argument name and the value of a call's cache; ("", None) without a cache.
-
-    Args:
-        module: the module that is called.
-        args, kwargs: the arguments of the call.
-    """
+    """Return the argument name and the value of a call's cache; ("", None) without a cache."""
     arguments = _by_name(module, args, kwargs)
     return next(((x, arguments[x]) for x in CACHES if arguments.get(x) is not None), ("", None))
 

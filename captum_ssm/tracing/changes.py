@@ -98,13 +98,7 @@ def value_in_thread(holder: Any, name: str) -> Any:
 def replaced_in_thread(
     holder: Any, name: str, function: Callable[..., Any]
 ) -> AbstractContextManager[None]:
-    """Replace a function attribute of an object, for the calling thread only, in a ``with``.
-
-    Args:
-        holder: the object.
-        name: the attribute's name.
-        function: the replacement.
-    """
+    """Replace the attribute ``name`` by a function, for the calling thread only, in a ``with``."""
     thread, attributes = threading.get_ident(), vars(holder)
 
     def replace() -> Undo:

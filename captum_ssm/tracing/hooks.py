@@ -43,12 +43,8 @@ def hooked(
 def at_both_ends(module: nn.Module, first: Hook, last: Hook) -> Iterator[None]:
     """Run one forward hook before and one after all other hooks of a module, in the ``with``.
 
-    This order also holds if other hooks are registered while the model runs.
-
-    Args:
-        module: the module.
-        first, last: the forward hooks, which also take keyword arguments. If the module raises an
-            exception, ``first`` is called with the output None.
+    This order also holds if other hooks are registered while the model runs. Both hooks also take
+    keyword arguments. If the module raises an exception, ``first`` is called with the output None.
     """
     first_hook, last_hook = in_this_thread(first), in_this_thread(last)
     hooks = module._forward_hooks
@@ -73,10 +69,7 @@ def at_both_ends(module: nn.Module, first: Hook, last: Hook) -> Iterator[None]:
 
 
 def swap_first(value: Any, swap: Callable[[Tensor], Tensor]) -> tuple[Any, Tensor | None]:
-    """Replace the first floating tensor x in ``value`` by ``swap(x)``.
-
-    Return the new value and the new tensor; ``value`` itself and None if it has no such tensor.
-    """
+    """Replace the first floating tensor x by ``swap(x)``; return new value and tensor (or None)."""
     if isinstance(value, Tensor):
         new_tensor = swap(value) if value.is_floating_point() else None
         return (value, None) if new_tensor is None else (new_tensor, new_tensor)
@@ -149,10 +142,8 @@ def observing(
 ) -> Iterator[None]:
     """Pass inputs and outputs of modules to ``receive`` during the ``with``.
 
-    Args:
-        modules: the modules.
-        receive: called with the module, the call's number (from 1), True at entry or False at exit,
-            and the arguments or the output. Outputs are passed before other hooks change them.
+    ``receive`` is called with the module, the call's number (from 1), True at entry or False at
+    exit, and the arguments or the output. Outputs are passed before other hooks change them.
     """
     calls = Counter[nn.Module]()
     running_calls: list[int] = []

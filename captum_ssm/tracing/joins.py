@@ -329,10 +329,9 @@ class _JoinSearch:
             if key in joined_at or key[:3] in calls:
                 calm, join = self.calm[key].value, joined_at.get(key)
                 if join is not None and join.sum is not None:
-                    noisy_tokens = torch.stack([self.slots[k].on for k in join.members]).any(0)
+                    noisy = torch.stack([self.slots[k].on for k in join.members]).any(0)
                     stream, calm_stream = join.sum.reading(x), join.sum.reading(calm)
-                    elsewhere = ~noisy_tokens.to(x.device)
-                    changes.append((changed(stream, calm_stream) & elsewhere).any())
+                    changes.append((changed(stream, calm_stream) & ~noisy.to(x.device)).any())
                     if ran := range(max(join.members) + 1, self.replays.ran):
                         noisy_streams.update(dict.fromkeys(ran, stream.clone()))
                 x.detach().copy_(calm)
@@ -378,10 +377,7 @@ class _JoinSearch:
             self._find_by_value(join)
 
     def _ways_to(self, join: _Join, x: Tensor, noisy: Tensor) -> dict[int, Way]:
-        """Return the affine steps to ``x`` from each layer whose noise explains ``x``'s change.
-
-        ``noisy`` is the value of ``x`` in the replay with noise.
-        """
+        """Return steps to ``x`` from each layer whose noise explains the change in ``noisy``."""
         ways = {}
         for k in join.members:
             on, at = self.slots[k]

@@ -76,8 +76,7 @@ def observe(
     :class:`~captum_ssm.errors.UnsupportedMixerError`.
 
     Args:
-        model: the model.
-        mixers: the watched mixers.
+        model, mixers: the model and its watched mixers.
         watchers: the watchers, called in this order.
         stack: the exit stack that removes all hooks when it closes.
         gradients: whether autograd is to record the runs.

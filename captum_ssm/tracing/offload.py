@@ -28,11 +28,7 @@ _ATTRIBUTES = ("_hf_hook", "_old_forward", "forward")
 def linearize(mixer: Mixer, call: Call, *, running: bool = False) -> LinearMixer:
     """Call the mixer's adapter with all weights loaded. The returned projection loads them again.
 
-    Args:
-        mixer: the mixer.
-        call: the mixer's recorded call.
-        running: whether the modules with the mixer are running, so that their weights are
-            loaded. Default: False.
+    ``running`` is True while the modules that contain the mixer run with loaded weights.
     """
     modules = _modules_to_load(mixer, running)
     with _loaded(modules, mixer.module, call) as call_on_device:

@@ -105,19 +105,14 @@ def places_of_parts(
         """Return a mask (B, L) of a random half of each example's tokens."""
         return torch.rand(shape, generator=generator, device="cpu").argsort(1) < (shape[1] + 1) // 2
 
-    def replay(
-        noisy_tokens: Mapping[int, Tensor], noise_in_root: bool
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """Replay with noise; return the first layer's input and the values of all ``parts``.
-
-        ``noisy_tokens`` are masks (B, L) by layer index, in the first layer's order of tokens.
-        """
+    def replay(masks: Mapping[int, Tensor], root: bool) -> tuple[Tensor, list[Tensor | None]]:
+        """Replay with noise at layers' ``masks`` (B, L); return first input and parts' values."""
         first_inputs: list[Tensor] = []
 
         def leaf(k: int, x: Tensor) -> Tensor:
             if k == 0:
                 first_inputs.append(x)
-            mask, order = noisy_tokens.get(k), layers[k].order
+            mask, order = masks.get(k), layers[k].order
             if mask is None:
                 return replays.leaf(k).clone()
             mask = mask if order is None else mask.index_select(1, order.to(mask.device))
@@ -128,7 +123,7 @@ def places_of_parts(
             return replays.noisy(x, root_masks[-1])
 
         with _values_recorded(parts) as values, torch.no_grad():
-            replays.run(leaf, noisy_root if noise_in_root else None)
+            replays.run(leaf, noisy_root if root else None)
         return first_inputs[0], [values.get(part.key) for part in parts]
 
     root_masks: list[Tensor] = []
@@ -151,8 +146,7 @@ def places_of_parts(
             return None
         return changed(*(y.reshape(batch, -1, y.shape[-1]) for y in (x, calm))).cpu()
 
-    # for each part the pairs of a reading and a source of noise that fit all replays so far;
-    # the sources are 0: the root, 1: the layers' outputs, 2: both
+    # readings that fit all replays so far, with the source of noise: 0 root, 1 layers, 2 both
     fitting = [list(itertools.product(readings, range(3))) for _ in parts]
     for draw in range(_MOST):
         if draw >= _FEWEST and all(len({id(x) for x, _ in pairs}) < 2 for pairs in fitting):
@@ -160,12 +154,13 @@ def places_of_parts(
         on = random_half(indices.shape)
         first_input, values = replay(dict.fromkeys(range(len(layers)), on), True)
         arrived = changed(first_input, calm_input).cpu()
+        expected = arrived, on, arrived | on
         for i, x in enumerate(values):
             mask = changed_tokens(i, x)
             fitting[i] = [
                 (reading, source)
                 for reading, source in fitting[i]
-                if mask is not None and _agrees(mask, reading, (arrived, on, arrived | on)[source])
+                if mask is not None and _agrees(mask, reading, expected[source])
             ]
     # does a part read the last mixer before it? each stage has noise at tokens of its own
     stage_of = {index_of[layer]: i for i, stage in enumerate(stages) for layer in stage}
@@ -173,8 +168,8 @@ def places_of_parts(
     for start in range(0, len(stages), tokens):
         tested = range(start, min(start + tokens, len(stages)))
         stage_at = indices.clone() % len(tested) + start
-        noisy_tokens = {k: stage_at == stage for k, stage in stage_of.items() if stage in tested}
-        _, values = replay(noisy_tokens, False)
+        masks = {k: stage_at == stage for k, stage in stage_of.items() if stage in tested}
+        _, values = replay(masks, False)
         for i, x in enumerate(values):
             ran = parts[i].ran
             mask = changed_tokens(i, x) if ran else None
@@ -189,17 +184,13 @@ def places_of_parts(
             out.append(None)
             continue
         stage = [index_of[layer] for layer in stages[stage_of[ran - 1]]] if ran else [0]
-        reading = fitting[i][0][0]
-        is_same = reading is readings[0]
-        out.append(Place(None if is_same else reading, ran if reads_last[i] else stage[0]))
+        reading = None if fitting[i][0][0] is readings[0] else fitting[i][0][0]
+        out.append(Place(reading, ran if reads_last[i] else stage[0]))
     return out
 
 
 def _agrees(mask: Tensor, reading: Tensor, expected: Tensor) -> bool:
-    """Return True if ``mask`` (B, L'), reordered by ``reading``, is ``expected`` (B, L).
-
-    Tokens that the tensor lacks, for which ``reading`` is -1, may differ.
-    """
+    """Return True if ``mask``, reordered by ``reading``, is ``expected`` where that is not -1."""
     if int(reading.max()) >= mask.shape[1]:
         return False
     in_order, exists = mask.gather(1, reading.clamp_min(0)), reading >= 0

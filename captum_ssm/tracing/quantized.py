@@ -97,8 +97,7 @@ class Affine:
             output of the kernel.
 
     Args:
-        name, module: as above.
-        kept: the free bytes for weights by device, common to all layers.
+        free_bytes: the bytes left for weights, by device; shared by all layers.
     """
 
     def __init__(self, name: str, module: nn.Module, free_bytes: dict[torch.device, int]) -> None:

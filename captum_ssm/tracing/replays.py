@@ -49,8 +49,7 @@ class Beginning:
     """Finds the tensor in which a run's tokens first appear. Run the model inside :meth:`seen`.
 
     Args:
-        model: the model.
-        mixers: the model's mixers.
+        model, mixers: the model and its mixers.
         ids: the explained token ids, or the floating input.
 
     Attributes:
@@ -134,9 +133,7 @@ class Beginning:
     ) -> Iterator[None]:
         """Apply ``change`` to the first sequence of a shape that enters a module with a mixer.
 
-        Args:
-            shape: the shape; None to change every sequence.
-            change: a function that takes a sequence and returns the new sequence.
+        If ``shape`` is None, every sequence is changed.
         """
         is_done = False
 
@@ -494,14 +491,7 @@ def _order_error() -> InputError:
 
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace a module's ``forward`` for the calling thread inside the ``with``.
-
-    Hooks on the module receive the replacement's output.
-
-    Args:
-        module: the module.
-        forward: the function to call in place of ``module.forward``.
-    """
+    """Replace ``forward`` for the calling thread, in a ``with``; the module's hooks still run."""
     original, owner_thread = module.forward, threading.get_ident()
 
     @functools.wraps(original)

@@ -33,10 +33,6 @@ def require_gathered(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     FSDP gathers weights by itself for the time of a call. Earlier versions of transformers split
     weights into plain tensors, and leave an attribute on the module.
 
-    Args:
-        model: the model.
-        modules: the modules of ``model`` to check.
-
     Raises:
         InputError: naming the first such module.
     """
@@ -61,9 +57,7 @@ def gathered_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Give split modules complete weights and the class's ``forward``, inside the ``with``.
 
     The processes exchange their parts of the weights, so every process must enter the ``with``.
-
-    Args:
-        modules: the modules. Modules that are not split stay unchanged.
+    Modules that are not split stay unchanged.
     """
     gathered = functools.cache(_gathered)  # a weight that modules share once
     with ExitStack() as stack:
@@ -80,10 +74,6 @@ def smallest_of_processes(number: int, modules: Iterable[nn.Module]) -> int:
 
     If each process decided by its own free memory, the processes would differ in the calls by
     which they exchange weights.
-
-    Args:
-        number: the number of this process, such as the bytes of its free memory.
-        modules: the modules of the model.
     """
     weights: Any = (x for m in filter(is_split, modules) for x in _split_weights(m))
     weight = next(weights, None)

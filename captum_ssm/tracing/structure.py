@@ -102,8 +102,7 @@ def arrange(
     until a weight, a hook or an attribute of a module changes.
 
     Args:
-        replays: the replays of the run.
-        output: the model's output.
+        replays, output: the replays and the output of the run.
         mask: True for the real tokens of the first layer (B, L); None if all are.
         is_model: whether the model runs without user code around it. Default: False.
 
@@ -134,7 +133,6 @@ def arrange(
 def _search(
     replays: Replays, output: Tensor, mask: Tensor | None, state: tuple[Any, ...]
 ) -> _Arrangement:
-    """Find the structure of a run by replays."""
     search = _OrderSearch(replays, output, mask)
     given = search.find_places()
     stages = _group_into_stages(replays.layers, search.links())

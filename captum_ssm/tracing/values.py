@@ -58,11 +58,10 @@ def fit(branches: Sequence[Branch], change: Tensor, x: Tensor) -> Way | None:
         scale = torch.where((scale - 1).abs() <= max(1e-5, _eps(x)), 1, scale)
         gain = (branch_change * change).sum(0) / branch_change.square().sum(0)
         errors = [(change - factor * branch_change).abs().max() for factor in (scale, gain)]
-        numbers = torch.stack([scale, *errors, limit])  # one transfer from the GPU
-        scalar, scalar_error, feature_error, accepted = numbers.tolist()
-        if scalar_error <= accepted:
+        scalar, by_scalar, by_feature, accepted = torch.stack([scale, *errors, limit]).tolist()
+        if by_scalar <= accepted:
             return [*steps, *([] if scalar == 1 else [AffineStep(scalar)])]
-        if len(branch_change) > 1 and feature_error <= accepted:
+        if len(branch_change) > 1 and by_feature <= accepted:
             return [*steps, AffineStep(gain)]
     return _sum_of(branches, change, limit)
 

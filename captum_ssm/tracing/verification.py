@@ -86,11 +86,6 @@ class Errors(NamedTuple):
         numbers: largest error of single entries of the output; 0 if none was compared.
         sums: largest error of sums over all tokens with random signs, divided by the square root
             of the number of tokens.
-
-    Example:
-        >>> from captum_ssm.tracing.verification import Errors
-        >>> Errors(numbers=3e-6, sums=1e-6).strict
-        4e-06
     """
 
     numbers: Error
@@ -128,9 +123,7 @@ def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
 def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
     """Return the errors of sums with random signs, by one adjoint of the operator.
 
-    Args:
-        linear: the linear mixer.
-        real: the module's output (B, L, E), in the operator's token order.
+    ``real`` is the module's output (B, L, E), in the operator's token order.
     """
     operator = linear.operator
     by_channel = all(leaf.per_channel() is leaf for leaf in operator.leaves())
@@ -230,7 +223,6 @@ def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Line
     output, in float64 or in its own precision.
 
     Args:
-        mixer, call: the mixer and the recorded call.
         rebuilt: the operator's output (B, L, E).
         linearize: a function that builds the operator of a call, here in float64.
     """

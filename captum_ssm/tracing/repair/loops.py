@@ -172,8 +172,7 @@ def wkv(
     Args:
         time_decay: logarithms of the decay rates (D,).
         time_first: bonus of a token's own key (D,).
-        key: the keys (B, L, D).
-        value: the values (B, L, D).
+        key, value: the keys and the values (B, L, D).
         state: the average before the first token. Default: None, no earlier tokens.
         return_state: whether to return the average after the last token. Default: False.
     """
