@@ -165,7 +165,7 @@ class _JoinSearch:
         """
         for group in self._groups_of_stages():
             # from the first mixer of the group until the mixers of the next stage have run
-            wanted = range(min(group[0]), max(group[-1]) + 2 + self._layers_after(group[-1]))
+            wanted = range(min(group[0]), max(group[-1]) + 2 + self._next_stage_size(group[-1]))
             self.slots, self.loud, self.calm, self.noisy = {}, {}, {}, {}
             self.calm = self._record_tensors(wanted)  # no slot yet: no noise
             self.slots = self._assign_slots([k for stage in group for k in stage])
@@ -187,7 +187,7 @@ class _JoinSearch:
                         self.layers[k].join(None, None)
         self.calm, self.noisy = {}, {}
 
-    def _layers_after(self, stage: Sequence[int]) -> int:
+    def _next_stage_size(self, stage: Sequence[int]) -> int:
         """Return the number of layers in the next stage, or 1 if ``stage`` is the last."""
         later_stages = [other for other in self.stages if other[0] > stage[-1]]
         return len(later_stages[0]) if later_stages else 1
@@ -229,7 +229,7 @@ class _JoinSearch:
                 own = self.layers[k].in_order(self._noisy_output(k))
                 branches[k] = [Branch((), change_at(own, self.leaves[k], self.slots[k].at))]
             until = members[0] + 1 if members is not writers else stage[-1] + 1
-            joins.append(_Join(members, branches, until + self._layers_after(stage)))
+            joins.append(_Join(members, branches, until + self._next_stage_size(stage)))
         return joins
 
     # --- replays ---------------------------------------------------------------------------

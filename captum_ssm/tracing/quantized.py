@@ -110,6 +110,7 @@ class Affine:
         self._like = torch.empty(0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return W x + b for a floating tensor ``x``; call the kernel for any other arguments."""
         x = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel() or x.dim() < 2:
             return self._kernel(*args, **kwargs)

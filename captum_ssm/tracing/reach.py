@@ -79,7 +79,7 @@ def _value_or_attributes(names_read: set[str], name: str, value: Any) -> Iterato
     attributes_read = [name_read for name_read in attributes if name_read in names_read]
     if attributes_read and not any(hasattr(type(value), name_read) for name_read in names_read):
         yield from ((f"{name}.{name_read}", attributes[name_read]) for name_read in attributes_read)
-    else:
+    else:  # the code may call a method, which may read any attribute
         yield name, value
 
 

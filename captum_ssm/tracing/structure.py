@@ -137,8 +137,8 @@ def _search(
     given = search.find_places()
     stages = _group_into_stages(replays.layers, search.links())
     layers = [
-        (number, search.order(k), has_stream)
-        for number, (stage, has_stream) in enumerate(stages)
+        (stage_index, search.order(k), has_stream)
+        for stage_index, (stage, has_stream) in enumerate(stages)
         for k in stage
     ]
     return _Arrangement(state, mask, TokenOrder(given, search.order(len(layers))), layers)
@@ -318,8 +318,8 @@ class _OrderSearch:
             # the first block's input has all tokens of the layers, also those that the model added
             replays.root, self.given = replays.entry, indices
             self.given = self._identify_first(indices.shape[1])
-        found = self._identify(indices.shape[1], lambda on: self._spread(self._root_mask(on), on))
-        for k, places in enumerate(found):
+        orders = self._identify(indices.shape[1], lambda on: self._spread(self._root_mask(on), on))
+        for k, places in enumerate(orders):
             places = torch.where(self.real, places, indices)
             if not torch.equal(places.sort(1).values, indices):
                 raise NotAChain(
@@ -555,8 +555,8 @@ class _OrderSearch:
                 break  # else layers read the same, or something silences one at its only token
             tokens = tokens.roll(attempt)
             for start in range(0, n + 1, len(tokens)):
-                some = torch.arange(start, min(start + len(tokens), n + 1), device=device)
-                columns = some[torch.arange(len(tokens), device=device) % len(some)]
+                tested = torch.arange(start, min(start + len(tokens), n + 1), device=device)
+                columns = tested[torch.arange(len(tokens), device=device) % len(tested)]
                 self._test_links(tokens, columns, links)
         if self.replays.root is None:
             links[:, 0] = True  # the path around the first stage is not known

@@ -117,7 +117,7 @@ def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
     sums = (signs[:, :, None] @ differences).squeeze(2)
     if are_noted(real):
         return Errors(*_ratios(real, differences, sums))
-    return Errors(float(_largest(differences, real)), _of_sums(sums, real))
+    return Errors(float(_largest(differences, real)), _error_of_sums(sums, real))
 
 
 def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
@@ -141,10 +141,10 @@ def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
     differences = torch.baddbmm(expected[:, None], signs[:, None], real.to(signs), alpha=-1)
     if are_noted(real):
         return Errors(0.0, _ratios(real, None, differences)[1])
-    return Errors(0.0, _of_sums(differences, real))
+    return Errors(0.0, _error_of_sums(differences, real))
 
 
-def _of_sums(differences: Tensor, real: Tensor) -> float:
+def _error_of_sums(differences: Tensor, real: Tensor) -> float:
     """Return the largest of the sums over L tokens, divided by sqrt(L) and by max|real|."""
     return float(_largest(differences, real) / math.sqrt(real.shape[1]))
 

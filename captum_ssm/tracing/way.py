@@ -29,7 +29,7 @@ class AffineStep(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the step to ``x`` (B, L, E)."""
-        out = x * _at(self.factor, x)
+        out = x * _factor_like(self.factor, x)
         if self.matrix is not None:
             out = out @ self.matrix.to(out)
         return out if self.bias is None else out + self.bias.to(out)
@@ -53,7 +53,7 @@ class AffineStep(NamedTuple):
         """Apply the adjoint of the step, without its bias, to ``direction`` (..., B, L, E')."""
         if self.matrix is not None:
             direction = direction @ self.matrix.to(direction).T
-        return direction * _at(self.factor, direction)
+        return direction * _factor_like(self.factor, direction)
 
     def at(self, index: Tensor) -> AffineStep:
         """Return the step at tokens ``index`` (B, q), to be applied to vectors (B, q, s, E)."""
@@ -76,5 +76,5 @@ def along(way: Way, x: Tensor) -> Tensor:
     return x
 
 
-def _at(factor: float | Tensor, x: Tensor) -> float | Tensor:
+def _factor_like(factor: float | Tensor, x: Tensor) -> float | Tensor:
     return factor.to(x) if isinstance(factor, Tensor) else factor
