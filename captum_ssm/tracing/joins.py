@@ -370,7 +370,7 @@ class _JoinSearch:
                             join.sum = _StreamSum(ways, stream, key, reading)
                             return
                         continue
-                    join.bare_ways = join.bare_ways or ways
+                    join.bare_ways = join.bare_ways or ways  # x sums the outputs alone
                 self._follow_module(join, key, x, reading, ways)
                 break
         if join.sum is None:
@@ -407,7 +407,7 @@ class _JoinSearch:
                     continue
                 if ran_before == min(members) and key.enters:
                     candidates.append(x)
-                is_block = key.enters and key.module is block
+                is_block = key.enters and key.module is block  # tensors come in the run's order
                 is_inside = is_inside or ran_before > min(members) or is_block
                 if is_inside and not key.enters:
                     branch_outputs.append(x)

@@ -183,9 +183,10 @@ def places_of_parts(
         if not fitting[i]:
             out.append(None)
             continue
+        # before the stage of the part's last mixer its first layer's number of mixers had run
         stage = [index_of[layer] for layer in stages[stage_of[ran - 1]]] if ran else [0]
-        reading = None if fitting[i][0][0] is readings[0] else fitting[i][0][0]
-        out.append(Place(reading, ran if reads_last[i] else stage[0]))
+        reading, mixers = fitting[i][0][0], ran if reads_last[i] else stage[0]
+        out.append(Place(None if reading is readings[0] else reading, mixers))
     return out
 
 

@@ -146,13 +146,12 @@ def likely_relations(
     sum_errors = torch.stack([(gap - all_xs).abs().amax((1, 2)) for gap in gaps])
     fits = torch.cat([scaled_error[:, None], shifted_error[:, None], sum_errors], 1) <= limit
     relations = list[tuple[str, Tensor, Tensor]]()
-    for first, (is_scaled, is_shifted, *sums) in zip(inputs, fits.tolist(), strict=True):
-        relations += [("scaled", first, first)] * is_scaled
-        relations += [("shifted", first, first)] * is_shifted
+    for a, (is_scaled, is_shifted, *sums) in zip(inputs, fits.tolist(), strict=True):
+        relations += [("scaled", a, a)] * is_scaled + [("shifted", a, a)] * is_shifted
         pairs = zip([*inputs, *outputs], sums, strict=True)
         relations += [
-            ("sum" if i < len(inputs) else "part", first, second)
-            for i, (second, is_sum) in enumerate(pairs)
+            ("sum" if i < len(inputs) else "part", a, b)
+            for i, (b, is_sum) in enumerate(pairs)
             if is_sum
         ]
     order = ["scaled", "shifted", "sum", "part"]
