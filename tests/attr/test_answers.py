@@ -348,7 +348,7 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     asked: dict[str, Any] = {"spans": "sentence", "contrast": "all", "hops": 2}
     explain = explainer()
     whole = explain.attribute(PROMPT, TEXT, **asked)
-    own, answered, limit = linear_method._each_decomposed, [], 4
+    own, answered, limit = linear_method._decompose_each, [], 4
 
     def counted(*args: Any) -> Any:
         if len(answered) == limit:
@@ -356,7 +356,7 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
         answered.append(args)
         return own(*args)
 
-    monkeypatch.setattr(linear_method, "_each_decomposed", counted)
+    monkeypatch.setattr(linear_method, "_decompose_each", counted)
     asked["resume"] = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
         explain.attribute(PROMPT, TEXT, **asked)

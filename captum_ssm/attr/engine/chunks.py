@@ -32,13 +32,13 @@ from ..call.inputs import call_model
 from ..call.progress import shown
 from ..call.targets import Against, contrasted, logits_of, require_real_target, target_index
 from .baselines import Baselines, baselines_of
-from .decompose import Decomposition, decompose, exact, not_linear
+from .decompose import Decomposition, decompose, is_exact, not_linear
 
 if TYPE_CHECKING:
     from .linear_method import Rules
     from .run import Request
 
-#: Gradients at the floating tensors of a cache, by label and by place.
+#: Gradients at the floating tensors of a cache, by label of the paths and by index of the tensor.
 _Gradients = Mapping[Role | None, Mapping[int, Tensor]]
 
 
@@ -57,7 +57,7 @@ def in_chunks(
     sequence = _Sequence(request, questions, rules, tokens, baselines)
     for run in shown((sequence.run_forward, sequence.run_backward)):
         run()
-    return [sequence.joined(*each) for each in sequence.numbers.items()]
+    return [sequence.joined(number, parts) for number, parts in sequence.numbers.items()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,14 +101,15 @@ class _Sequence:
                 "the target a pair (position, token)"
             )
         self._kept = kept
-        of_any = torch.zeros(()).expand(*request.inputs.shape[:2], 2**31)
+        # targets are checked against the shape of all logits, with a vocabulary above all real ones
+        any_logits = torch.zeros(()).expand(*request.inputs.shape[:2], 2**31)
         for question in questions:
-            require_real_target(target_index(question.target, of_any), of_any, mask)
+            require_real_target(target_index(question.target, any_logits), any_logits, mask)
         first, end = 0, request.inputs.shape[1]
         if mask is not None:
-            real = mask[0].nonzero()[:, 0].tolist()
-            first, end = real[0], real[-1] + 1
-            if len(real) < end - first:
+            real_positions = mask[0].nonzero()[:, 0].tolist()
+            first, end = real_positions[0], real_positions[-1] + 1
+            if len(real_positions) < end - first:
                 raise InputError(
                     "The attention mask hides tokens between unmasked ones, which chunk_tokens "
                     "does not support. Leave chunk_tokens out."
@@ -116,9 +117,9 @@ class _Sequence:
         self._chunks = _divided(range(first, end), tokens)
         #: the number of chunks that reach the targets
         self._reaching = sum(chunk.start <= kept.positions[-1] for chunk in self._chunks)
-        self._borders: list[_Border] = []
-        self._granted = 0.0
-        self._sums: list[Tensor] = []
+        self._borders: list[_Border] = []  #: the border before each chunk
+        self._granted = 0.0  #: the largest tolerance of any chunk's operators
+        self._sums: list[Tensor] = []  #: the sum of each root over all tokens so far, (1, 1, ...)
         #: the tokens of the first two chunks at which a plain run is compared
         self._checked = sorted(
             {
@@ -129,6 +130,7 @@ class _Sequence:
         )
 
     def _refused(self, reason: str) -> OptionError:
+        """Return the error for a model that cannot run in chunks."""
         name = type(self._request.model).__name__
         return OptionError(f"chunk_tokens cannot be used: {name} {reason}. Leave chunk_tokens out.")
 
@@ -136,29 +138,30 @@ class _Sequence:
         """Return a cache without tokens, after a plain run of one token that it must support."""
         transformers = optional("transformers", "transformers", "chunk_tokens")
         request = self._request
-        one, two = (transformers.DynamicCache(config=request.model.config) for _ in range(2))
+        filled, empty = (transformers.DynamicCache(config=request.model.config) for _ in range(2))
         with request.plainly():
             try:
-                given = {self._cache_name: one, "use_cache": True}
-                call_model(request.forward_func, request.inputs[:, :1], (), given)
+                arguments = {self._cache_name: filled, "use_cache": True}
+                call_model(request.forward_func, request.inputs[:, :1], (), arguments)
             except Exception as error:
                 raise self._refused(f"does not run with a DynamicCache ({error})") from error
-        return two
+        return empty
 
     @contextmanager
     def _run(
-        self, chunk: range, border: _Border, asked: Sequence[int], verify: bool | float
+        self, chunk: range, border: _Border, positions: Sequence[int], verify: bool | float
     ) -> Iterator[tuple[Network, Carried, Tensor]]:
-        """Run the model on a chunk; yield network, cache, and logits at ``asked`` positions."""
+        """Run the model on a chunk; yield network, cache, and logits at ``positions``."""
         request, rules = self._request, self._rules
         require_deterministic(request.model)
-        start = request.inputs[:, chunk.start : chunk.stop].clone()
-        first = self._chunks[0].start
-        carried = Carried(chunk.start - first, border.sums, states=border.states)
-        kept = Kept(tuple(p - chunk.start for p in asked) or (len(chunk) - 1,), len(chunk))
+        tokens = request.inputs[:, chunk.start : chunk.stop].clone()
+        first_token = self._chunks[0].start
+        carried = Carried(chunk.start - first_token, border.sums, states=border.states)
+        # a model computes logits of at least one token
+        kept = Kept(tuple(p - chunk.start for p in positions) or (len(chunk) - 1,), len(chunk))
         with linearized(
             request.model,
-            start,
+            tokens,
             rule=rules.rule,
             by_role=rules.by_role,
             constants=rules.constants,
@@ -167,62 +170,66 @@ class _Sequence:
             verify=verify,
             carried=carried,
         ) as network:
-            named = {self._cache_name: border.cache(), "use_cache": True, **kept.arguments}
+            arguments = {self._cache_name: border.cache(), "use_cache": True, **kept.arguments}
             if "position_ids" in parameters(type(request.model).forward):
-                positions = torch.arange(chunk.start, chunk.stop, device=start.device)
-                named["position_ids"] = positions[None]
-            given = network.mode.begun(start)
+                token_indices = torch.arange(chunk.start, chunk.stop, device=tokens.device)
+                arguments["position_ids"] = token_indices[None]
+            model_input = network.mode.begun(tokens)
             try:
-                output = logits_of(call_model(request.forward_func, given, (), named))
+                output = logits_of(call_model(request.forward_func, model_input, (), arguments))
             except CachedStateError as error:
                 raise self._refused("has a mixer that is explained only without a cache") from error
             network.check_ran()
-            if carried.cache is None:  # no module of it has the argument use_cache
+            if carried.cache is None:  # no module of the model has the argument use_cache
                 raise self._refused("does not read the cache that it is given")
             try:
                 with unseen():
                     yield network, carried, output
-            finally:  # the cache and the leaves hold the graph, and hooks hold these
+            finally:  # free the graph, which the cache and the leaves hold, and hooks hold these
                 carried.cache = None
                 carried.leaves.clear()
                 carried.left.clear()
 
     def run_forward(self) -> None:
-        """Run all chunks, keep what lies between them, and find the numbers to explain."""
-        border = _Border(self._empty_cache())
-        found: dict[int, Tensor] = {}
-        run = self._chunks if self._is_mean else self._chunks[: self._reaching]
-        for chunk in shown(run):
-            self._borders.append(border)
-            border = self._forward(chunk, border, found)
-            if self._checked[-1] in chunk and self._rules.verify is not False:
-                self._require_same(torch.stack([found[p] for p in self._checked], 1))
-        logits = torch.stack([found[p] for p in self._kept.positions], 1).requires_grad_()
-        for question in self._questions:
-            number, constant = contrasted(logits, question.target, question.contrast, self._kept)
-            (gradient,) = torch.autograd.grad(number, logits, torch.ones_like(number))
-            self.numbers[_Number(number.detach(), constant, gradient)] = []
+        """Run all chunks, store the borders between them, and set :attr:`numbers`.
 
-    def _forward(self, chunk: range, border: _Border, found: dict[int, Tensor]) -> _Border:
-        """Run a chunk; add its logits to ``found``, by position; return the border behind it."""
-        asked = sorted(p for p in {*self._kept.positions, *self._checked} if p in chunk)
-        with self._run(chunk, border, asked, self._rules.verify) as (network, carried, output):
+        Chunks after the last target are needed only for the mean baseline, so else they do not run.
+        """
+        border = _Border(self._empty_cache())
+        logits_at: dict[int, Tensor] = {}
+        chunks = self._chunks if self._is_mean else self._chunks[: self._reaching]
+        for chunk in shown(chunks):
+            self._borders.append(border)
+            border = self._forward(chunk, border, logits_at)
+            if self._checked[-1] in chunk and self._rules.verify is not False:
+                self._require_same(torch.stack([logits_at[p] for p in self._checked], 1))
+        logits = torch.stack([logits_at[p] for p in self._kept.positions], 1).requires_grad_()
+        for question in self._questions:
+            value, constant = contrasted(logits, question.target, question.contrast, self._kept)
+            (gradient,) = torch.autograd.grad(value, logits, torch.ones_like(value))
+            self.numbers[_Number(value.detach(), constant, gradient)] = []
+
+    def _forward(self, chunk: range, border: _Border, logits_at: dict[int, Tensor]) -> _Border:
+        """Run a chunk, write its logits to ``logits_at``, and return the border after it."""
+        positions = sorted(p for p in {*self._kept.positions, *self._checked} if p in chunk)
+        with self._run(chunk, border, positions, self._rules.verify) as (network, carried, output):
             self._granted = max(self._granted, network.granted * len(network.calls))
-            found |= zip(asked, output.detach().unbind(1), strict=False)
-            new = [x.detach().sum(1, keepdim=True, dtype=_wide(x)) for x in network.roots]
-            before = self._sums or [torch.zeros_like(x) for x in new]
-            self._sums = [a + b for a, b in zip(before, new, strict=True)]
-            left = [[x.detach() for x in each] for each in carried.left]
-            return _Border(carried.cache, carried.after, left, border)
+            # not strict: without positions there are logits of one token, which are ignored
+            logits_at |= zip(positions, output.detach().unbind(1), strict=False)
+            chunk_sums = [x.detach().sum(1, keepdim=True, dtype=_wide(x)) for x in network.roots]
+            earlier_sums = self._sums or [torch.zeros_like(x) for x in chunk_sums]
+            self._sums = [a + b for a, b in zip(earlier_sums, chunk_sums, strict=True)]
+            states = [[x.detach() for x in scan_states] for scan_states in carried.left]
+            return _Border(carried.cache, carried.after, states, border)
 
     def _require_same(self, logits: Tensor) -> None:
         """Raise unless a plain run of the first chunks computes the same ``logits`` (1, K, V)."""
         request, end = self._request, self._checked[-1] + 1
         additional = tuple(x[:, :end] if isinstance(x, Tensor) else x for x in request.additional)
         kept = Kept(tuple(self._checked), end)
-        begin = replace(request, inputs=request.inputs[:, :end], additional=additional, kept=kept)
-        alone = begin.output_alone
-        error = float((alone - logits).abs().max() / alone.abs().max().clamp_min(1e-30))
+        first = replace(request, inputs=request.inputs[:, :end], additional=additional, kept=kept)
+        expected = first.output_alone
+        error = float((expected - logits).abs().max() / expected.abs().max().clamp_min(1e-30))
         if not error <= min(16 * self._granted, 0.25):
             raise ReconstructionError(
                 f"{type(request.model).__name__} computes other logits for {end} tokens in two "
@@ -233,118 +240,135 @@ class _Sequence:
 
     def run_backward(self) -> None:
         """Run the chunks that reach the targets again, from the last to the first."""
-        later: dict[_Number, _Gradients] = {number: {} for number in self.numbers}
+        grads_after: dict[_Number, _Gradients] = {number: {} for number in self.numbers}
         pairs = list(zip(self._chunks, self._borders, strict=False))[: self._reaching]
         for chunk, border in shown(pairs[::-1]):
-            later = self._backward(chunk, border, later)
+            grads_after = self._backward(chunk, border, grads_after)
 
     def _backward(
-        self, chunk: range, border: _Border, later: Mapping[_Number, _Gradients]
+        self, chunk: range, border: _Border, grads_after: Mapping[_Number, _Gradients]
     ) -> dict[_Number, _Gradients]:
-        """Run a chunk again, and add its parts; return the gradients at the cache before it."""
-        here = [i for i, position in enumerate(self._kept.positions) if position in chunk]
-        asked, sooner = [self._kept.positions[i] for i in here], dict[_Number, _Gradients]()
-        with self._run(chunk, border, asked, False) as (network, carried, output):
-            start = self._start(network, chunk)
-            for number, parts in self.numbers.items():
-                at = number.at_logits[:, here]
-                given = network, carried, output, at, later[number], start
-                part, sooner[number] = self._decomposed(*given)
-                parts.insert(0, part)
-        return sooner
+        """Run a chunk again, and add its part of each decomposition.
 
-    def _decomposed(
+        Args:
+            chunk: the chunk.
+            border: the border before the chunk.
+            grads_after: the gradients of each number at the cache after the chunk.
+
+        Returns:
+            The gradients of each number at the cache before the chunk.
+        """
+        indices = [i for i, position in enumerate(self._kept.positions) if position in chunk]
+        positions = [self._kept.positions[i] for i in indices]
+        grads_before: dict[_Number, _Gradients] = {}
+        with self._run(chunk, border, positions, False) as (network, carried, output):
+            baselines = self._baselines_of(network, chunk)
+            for number, parts in self.numbers.items():
+                at_logits = number.at_logits[:, indices]
+                arguments = network, carried, output, at_logits, grads_after[number], baselines
+                part, grads_before[number] = self._decompose(*arguments)
+                parts.insert(0, part)
+        return grads_before
+
+    def _decompose(
         self,
         network: Network,
         carried: Carried,
         output: Tensor,
         at_logits: Tensor,
-        later: _Gradients,
-        start: Sequence[Tensor],
+        grads_after: _Gradients,
+        baselines: Sequence[Tensor],
     ) -> tuple[Decomposition, _Gradients]:
         """Decompose the part of a number that passes a chunk.
 
         Args:
             at_logits: the number's gradient at the chunk's logits (1, K, V).
-            later: the number's gradients at the cache that the chunk leaves.
-            start: a baseline for each root of the network.
+            grads_after: the number's gradients at the cache after the chunk.
+            baselines: a baseline for each root of the network.
 
         Returns:
-            The part of the decomposition, and the gradients at the cache that the chunk received.
+            The part of the decomposition, and the gradients at the cache before the chunk.
         """
         of_cache = [x for x in tensors_of(carried.cache) if x.is_floating_point()]
-        left = [*of_cache, *chain.from_iterable(carried.left)]
+        after = [*of_cache, *chain.from_iterable(carried.left)]
 
-        def reached(label: Role | None) -> Tensor:
-            """Return the number's part along paths of a label; its graph is of all labels."""
-            at = {left[i]: gradient for i, gradient in later.get(label, {}).items()}
+        def part_of(label: Role | None) -> Tensor:
+            """Return the part (1,) along paths of one label, or along all paths for None.
+
+            Its graph has the tensors of all labels, so that each label's pass can reach them.
+            """
+            grad_at = {after[i]: gradient for i, gradient in grads_after.get(label, {}).items()}
             if label in (None, "content") and at_logits.shape[1]:
-                at[output] = at_logits
-            every = [output, *(left[i] for i in later.get(None, {}))]
-            pairs = [(x, at.get(x, torch.zeros_like(x))) for x in every if x.requires_grad]
+                grad_at[output] = at_logits
+            reached = [output, *(after[i] for i in grads_after.get(None, {}))]
+            pairs = [(x, grad_at.get(x, torch.zeros_like(x))) for x in reached if x.requires_grad]
             return sum_tensors((x * g).flatten(1).sum(1, dtype=_wide(x)) for x, g in pairs)
 
-        number = reached(None)
+        part = part_of(None)
         rules, by_label = self._rules, dict[Role, Tensor]()
         if rules.by_role and rules.rule != "frozen":
-            labels: list[Role] = ["content", *(role for role in ROLES[1:] if role in later)]
-            by_label = {label: reached(label) for label in labels}
-        carried.gradients.clear()
-        found = decompose(
+            labels: list[Role] = ["content", *(role for role in ROLES[1:] if role in grads_after)]
+            by_label = {label: part_of(label) for label in labels}
+        carried.gradients.clear()  # hooks fill it in the backward passes of decompose
+        decomposition = decompose(
             network,
-            number,
+            part,
             None,
-            start,
+            baselines,
             by_role=rules.by_role,
             features=rules.features,
             by_label=by_label,
         )
-        if not exact(found):
-            raise not_linear(number)
-        return found, dict(carried.gradients)
+        if not is_exact(decomposition):
+            raise not_linear(part)
+        return decomposition, dict(carried.gradients)
 
-    def _start(self, network: Network, chunk: range) -> Sequence[Tensor]:
-        """Return a baseline for each root of a chunk; an empty list means 0."""
+    def _baselines_of(self, network: Network, chunk: range) -> Sequence[Tensor]:
+        """Return a baseline for each root of a chunk; an empty list means 0.
+
+        A mean is over the tokens of all chunks. A baseline with a value per token is cut.
+        """
         roots, tokens = network.roots, self._request.inputs.shape[1]
         baselines = self._baselines
         if self._is_mean:
-            count = self._chunks[-1].stop - self._chunks[0].start
+            tokens_in_chunks = self._chunks[-1].stop - self._chunks[0].start
             pairs = zip(self._sums, roots, strict=True)
-            return [(total / count).to(x).expand_as(x) for total, x in pairs]
+            return [(total / tokens_in_chunks).to(x).expand_as(x) for total, x in pairs]
         if isinstance(baselines, Tensor) and baselines.dim() > 1 and baselines.shape[1] == tokens:
             baselines = baselines[:, chunk.start : chunk.stop]
         return baselines_of(network, baselines)
 
     def joined(self, number: _Number, parts: Sequence[Decomposition]) -> Decomposition:
         """Return the decomposition of a number from its parts by chunk, on all L tokens."""
-        first, end = self._chunks[0].start, self._chunks[len(parts) - 1].stop
-        behind = self._request.inputs.shape[1] - end
+        before, end = self._chunks[0].start, self._chunks[len(parts) - 1].stop
+        after = self._request.inputs.shape[1] - end
 
-        def along(tensors: Iterable[Tensor]) -> Tensor:
-            whole = torch.cat(list(tensors), 1)
-            none = (0, 0) * (whole.dim() - 2)
-            return F.pad(whole, (*none, first, behind)) if first or behind else whole
+        def padded(tensors: Iterable[Tensor]) -> Tensor:
+            """Concatenate tensors (1, T, ...) of chunks; pad with 0 to all L tokens."""
+            joined = torch.cat(list(tensors), 1)
+            other_dims = (0, 0) * (joined.dim() - 2)
+            return F.pad(joined, (*other_dims, before, after)) if before or after else joined
 
         biases = {} if number.constant is None else {"output": number.constant.detach()}
         for part in parts:
             for name, bias in part.biases.items():
-                if name != "cache":  # what the chunks before contribute
+                if name != "cache":  # it is the contribution of earlier chunks
                     biases[name] = biases[name] + bias if name in biases else bias
         roles = [part.roles for part in parts if part.roles is not None]
         return replace(
             parts[0],
-            inputs=along(part.inputs for part in parts),
-            streams=tuple(map(along, zip(*(part.streams for part in parts), strict=True))),
-            mixers=tuple(map(along, zip(*(part.mixers for part in parts), strict=True))),
+            inputs=padded(part.inputs for part in parts),
+            streams=tuple(map(padded, zip(*(part.streams for part in parts), strict=True))),
+            mixers=tuple(map(padded, zip(*(part.mixers for part in parts), strict=True))),
             biases={name: bias.to(number.value) for name, bias in biases.items()},
             output=number.value,
             virtual=sum_tensors(part.virtual for part in parts).to(number.value),
-            roles={role: along(x[role] for x in roles) for role in roles[0]} if roles else None,
+            roles={role: padded(x[role] for x in roles) for role in roles[0]} if roles else None,
         )
 
 
 class _Border:
-    """A cache between two chunks.
+    """A cache between two chunks, as the model leaves it after one chunk.
 
     The keys and values of attention grow from chunk to chunk. All borders share the longest ones.
 
@@ -364,8 +388,8 @@ class _Border:
         self.sums, self.states = sums, states
         tensors = [x.detach() for x in tensors_of(cache)]
         self._frame = copied(cache, lambda x: x.new_empty(0))
-        earlier = [] if before is None else before._parts
-        pairs = zip_longest(tensors, earlier if len(earlier) == len(tensors) else [])
+        earlier_parts = [] if before is None else before._parts
+        pairs = zip_longest(tensors, earlier_parts if len(earlier_parts) == len(tensors) else [])
         self._parts: list[_Prefix] = [_Prefix.of(*pair) for pair in pairs]
 
     def cache(self) -> Any:
@@ -376,7 +400,11 @@ class _Border:
 
 @dataclass(eq=False)
 class _Prefix:
-    """The first ``size`` entries along a dimension of a tensor that later borders may replace."""
+    """The first ``size`` entries along a dimension of a tensor that later borders may replace.
+
+    The list ``whole`` has one tensor. Prefixes of the same tensor share the list, so that a longer
+    tensor replaces it for all.
+    """
 
     whole: list[Tensor]
     dim: int = 0
@@ -384,13 +412,13 @@ class _Prefix:
 
     @classmethod
     def of(cls, x: Tensor, earlier: _Prefix | None) -> _Prefix:
-        """Return the part that is all of ``x``; an earlier part that begins ``x`` shares it."""
+        """Return ``x`` as a prefix; if ``earlier`` is the beginning of ``x``, both share ``x``."""
         if earlier is not None and earlier.tensor.dim() == x.dim() and earlier.tensor.numel():
-            was = earlier.tensor
-            grown = [d for d in range(x.dim()) if x.shape[d] != was.shape[d]]
-            if len(grown) == 1 and x.shape[grown[0]] > was.shape[grown[0]]:
-                dim, size = grown[0], was.shape[grown[0]]
-                if torch.equal(x.narrow(dim, 0, size), was):
+            shorter = earlier.tensor
+            grown_dims = [d for d in range(x.dim()) if x.shape[d] != shorter.shape[d]]
+            if len(grown_dims) == 1 and x.shape[grown_dims[0]] > shorter.shape[grown_dims[0]]:
+                dim, size = grown_dims[0], shorter.shape[grown_dims[0]]
+                if torch.equal(x.narrow(dim, 0, size), shorter):
                     earlier.dim, earlier.size = dim, size
                     earlier.whole[0] = x
                     return cls(earlier.whole)
@@ -398,9 +426,9 @@ class _Prefix:
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor."""
-        (whole,) = self.whole
-        return whole if self.size is None else whole.narrow(self.dim, 0, self.size)
+        """The first ``size`` entries, a view."""
+        (x,) = self.whole
+        return x if self.size is None else x.narrow(self.dim, 0, self.size)
 
 
 def _divided(tokens: range, most: int) -> list[range]:
@@ -411,6 +439,7 @@ def _divided(tokens: range, most: int) -> list[range]:
 
 
 def _wide(x: Tensor) -> torch.dtype:
+    """Return the dtype for sums of ``x``, float32 or wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -439,13 +468,13 @@ def _name_of_cache(request: Request, rules: Rules) -> str:
 def _mask_of(request: Request) -> Tensor | None:
     """Return the attention mask (1, L) as booleans; raise for other additional arguments."""
     names = parameters(type(request.model).forward)[2:]
-    given = dict(zip(names, request.additional, strict=False))
-    mask = given.pop("attention_mask", None)
-    other = next((name for name, x in given.items() if x is not None), None)
-    if other is not None or len(request.additional) > len(names):
+    arguments = dict(zip(names, request.additional, strict=False))
+    mask = arguments.pop("attention_mask", None)
+    refused = next((name for name, x in arguments.items() if x is not None), None)
+    if refused is not None or len(request.additional) > len(names):
         raise OptionError(
             f"chunk_tokens supports an attention mask as the only additional argument, but "
-            f"{other or 'more'} was passed. Leave chunk_tokens out."
+            f"{refused or 'more'} was passed. Leave chunk_tokens out."
         )
     if mask is None:
         return None

@@ -99,17 +99,17 @@ class Decomposition(NamedTokens):
 
     def __repr__(self) -> str:
         examples, tokens = self._tokens()
-        of = f"{tokens} tokens" if examples == 1 else f"{examples} examples of {tokens} tokens"
+        size = f"{tokens} tokens" if examples == 1 else f"{examples} examples of {tokens} tokens"
         if examples > 1:
-            return f"Decomposition({of})"
+            return f"Decomposition({size})"
         rest = self.virtual + (0 if self.by_others is None else self.by_others)
-        none = torch.zeros_like(self.output)
-        named = {name: self.biases.get(name, none) for name in ("cache", "references", "baselines")}
-        biases = self.bias - sum(named.values(), none)
-        parts = {"tokens": self.tokens.sum(), **named, "biases": biases, "others": rest}
-        shown = [f"{name} {float(part):.3g}" for name, part in parts.items() if bool(part.any())]
-        sums = f"output {float(self.output):.3g} = {' + '.join(shown)}"
-        return f"Decomposition({of}: {sums}, delta {float(self.delta):.0e})"
+        zero = torch.zeros_like(self.output)
+        extra = {name: self.biases.get(name, zero) for name in ("cache", "references", "baselines")}
+        biases = self.bias - sum(extra.values(), zero)
+        parts = {"tokens": self.tokens.sum(), **extra, "biases": biases, "others": rest}
+        terms = [f"{name} {float(term):.3g}" for name, term in parts.items() if bool(term.any())]
+        equation = f"output {float(self.output):.3g} = {' + '.join(terms)}"
+        return f"Decomposition({size}: {equation}, delta {float(self.delta):.0e})"
 
     def _columns(self) -> Mapping[str, Tensor]:
         roles: Mapping[Any, Tensor] = self.roles or {}
@@ -140,10 +140,10 @@ def decompose(
     output: Tensor,
     constant: Tensor | None = None,
     baselines: Sequence[Tensor] = (),
-    of_others: Sequence[Tensor | None] = (),
+    other_baselines: Sequence[Tensor | None] = (),
     by_role: bool = False,
     features: bool = False,
-    apart: bool = False,
+    one_pass_per_example: bool = False,
     by_label: Mapping[Role, Tensor] = MappingProxyType({}),
 ) -> Decomposition:
     """Decompose an output by one backward pass through a linear network.
@@ -156,70 +156,71 @@ def decompose(
         output: the number to explain per example (B,), with its autograd graph.
         constant: a summand of the output that no module added (B,). Default: None.
         baselines: the baseline of each root, a tensor where the network begins. Default: empty, 0.
-        of_others: the baseline of each input after the first. Default: empty, if there are none.
+        other_baselines: the baseline of each input after the first. Default: empty, no such input.
         by_role: whether relevance is computed by role. Default: False.
         features: whether relevance of streams and mixers is kept by feature. Default: False.
-        apart: whether one pass per example finds the constants of each example. Default: False,
-            constants are assigned to examples by their index in the batch.
+        one_pass_per_example: whether each example has its own backward pass, which finds its
+            constants. Default: False, constants are assigned by their index in the batch.
         by_label: for a chunk of a sequence, the part of the output whose paths have a label, by
             label; see :class:`~captum_ssm.linear.shares.Labels`. Default: empty, all paths begin
             at the output.
     """
     mode, others = network.mode, network.mode.others
     roots, passing, steps = network.roots, network.passing, network.steps
-    of_steps = [x for step in steps for x in (*step.entering, step.output)]
+    step_tensors = [x for step in steps for x in (*step.entering, step.output)]
     #: Relevance of each mixer's stream and output, by its place in the run.
     by_layer: dict[Any, tuple[Tensor | None, Tensor]] = {}
 
     def note(place: Any, step: Step, gradients: Sequence[Tensor | None]) -> None:
-        by_layer[place] = _of_step(step, gradients, features)
+        by_layer[place] = _stream_and_mixer(step, gradients, features)
 
-    wanted = [*roots, *passing, *others, *of_steps]
+    tensors = [*roots, *passing, *others, *step_tensors]
+    # blocks that run again keep no graph, so they report their mixers' gradients to `note`
     with nullcontext() if mode.blocks is None else mode.blocks.reading(note):
-        gradients, biases = account(mode, output, constant, wanted)
+        gradients, biases = account(mode, output, constant, tensors)
     unused = iter(gradients)
     at_roots, at_passing, at_others = ([next(unused) for _ in x] for x in (roots, passing, others))
-    # a stream that enters several blocks has a gradient for each, which are added
-    for i, step, at_step in along_all_paths(steps, unused):
-        note(outside(i), step, at_step)
-    layers = [by_layer[place] for place in sorted(by_layer)]
-    separate = [at_others]
-    if len(output) > 1 and (others or apart):
-        # with the roots: constants are found where gradients pass
-        starts = (*others, *roots, *passing)
-        passes, biases = _example_by_example(mode, output, constant, starts)
-        separate = [gradients[: len(others)] for gradients in passes]
+    # a stream that enters several blocks has one gradient for each block; they are added
+    for i, step, at_tensors in along_all_paths(steps, unused):
+        note(outside(i), step, at_tensors)
+    in_order = [by_layer[place] for place in sorted(by_layer)]
+    at_others_by_example = [at_others]  # one entry for all examples, unless there are more passes
+    if len(output) > 1 and (others or one_pass_per_example):
+        # roots are included, because constants are found where gradients pass
+        sources = (*others, *roots, *passing)
+        passes, biases = _one_pass_per_example(mode, output, constant, sources)
+        at_others_by_example = [gradients[: len(others)] for gradients in passes]
     if baselines:
         pairs = zip(at_roots, baselines, strict=True)
         biases["baselines"] = sum_tensors((g * b).flatten(1).sum(1) for g, b in pairs).to(output)
-    change = changes(network, baselines)
-    read = [g * x for g, x in zip(at_roots, change, strict=True)]
-    inputs = _on_input_tokens(read, network)
-    past = [g * x.detach() for g, x in zip(at_passing, passing, strict=True)]
-    # of tokens that the model adds, and of paths that pass by the layer where the network begins
-    virtual = sum_tensors(x.flatten(1).sum(1) for x in read) - inputs.flatten(1).sum(1)
+    differences = changes(network, baselines)
+    of_roots = [g * x for g, x in zip(at_roots, differences, strict=True)]
+    inputs = _on_input_tokens(of_roots, network)
+    of_passing = [g * x.detach() for g, x in zip(at_passing, passing, strict=True)]
+    # tokens that the model adds, and paths that bypass the layer where the network begins
+    virtual = sum_tensors(x.flatten(1).sum(1) for x in of_roots) - inputs.flatten(1).sum(1)
     virtual = virtual.to(output.detach())
-    for each in past:
-        virtual = virtual + each.flatten(1).sum(1).to(virtual)
-    found = Decomposition(
+    for relevance in of_passing:
+        virtual = virtual + relevance.flatten(1).sum(1).to(virtual)
+    result = Decomposition(
         inputs,
-        tuple(stream for stream, _ in layers if stream is not None),
-        tuple(mixer for _, mixer in layers),
+        tuple(stream for stream, _ in in_order if stream is not None),
+        tuple(mixer for _, mixer in in_order),
         biases,
         output.detach(),
         virtual,
         content_only=tuple(dict.fromkeys(network.content_only)),
         sizes=_sizes(network),
-        past=_concatenated(past) if past else None,
+        past=_concatenated(of_passing) if of_passing else None,
     )
     if others:
-        found = _with_others(found, others, of_others, separate)
+        result = _with_others(result, others, other_baselines, at_others_by_example)
     if not by_role:
-        return found
-    return replace(found, roles=_by_role(network, output, change, found.tokens, by_label))
+        return result
+    return replace(result, roles=_by_role(network, output, differences, result.tokens, by_label))
 
 
-def _of_step(
+def _stream_and_mixer(
     step: Step, gradients: Sequence[Tensor | None], features: bool
 ) -> tuple[Tensor | None, Tensor]:
     """Return the relevance of a mixer's residual stream (None without one), and of its output.
@@ -230,8 +231,8 @@ def _of_step(
 
     def relevance(x: Tensor, gradient: Tensor | None) -> Tensor:
         product = torch.zeros_like(x) if gradient is None else gradient * x.detach()
-        found = _as_sequence(product, step.output)
-        return found if features else found.flatten(min(2, found.dim() - 1)).sum(-1)
+        by_feature = _as_sequence(product, step.output)
+        return by_feature if features else by_feature.flatten(min(2, by_feature.dim() - 1)).sum(-1)
 
     *entering, mixer = map(relevance, (*step.entering, step.output), gradients)
     return sum_tensors(entering) if entering else None, mixer
@@ -243,59 +244,61 @@ def _as_sequence(x: Tensor, like: Tensor) -> Tensor:
     return x.reshape(like.shape) if same else x
 
 
-def _example_by_example(
-    mode: Linearizing, output: Tensor, constant: Tensor | None, starts: Sequence[Tensor]
+def _one_pass_per_example(
+    mode: Linearizing, output: Tensor, constant: Tensor | None, sources: Sequence[Tensor]
 ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
-    """Run one backward pass per example; return gradients at ``starts``, and bias contributions."""
+    """Return for each example the gradients at ``sources``, and bias contributions (B,) by name."""
     passes = []
     for i in range(len(output)):
         summand = None if constant is None else constant[i : i + 1]
-        passes.append(account(mode, output[i : i + 1], summand, starts))
+        passes.append(account(mode, output[i : i + 1], summand, sources))
     names = dict.fromkeys(name for _, biases in passes for name in biases)
     zero = output.new_zeros(1)
-    biases = {name: torch.cat([found.get(name, zero) for _, found in passes]) for name in names}
+    biases = {name: torch.cat([biases.get(name, zero) for _, biases in passes]) for name in names}
     return [gradients for gradients, _ in passes], biases
 
 
 def _with_others(
-    found: Decomposition,
+    decomposition: Decomposition,
     others: Sequence[Tensor],
     baselines: Sequence[Tensor | None],
-    separate: Sequence[Sequence[Tensor]],
+    gradients_by_example: Sequence[Sequence[Tensor]],
 ) -> Decomposition:
     """Add the relevance of the inputs after the first to a decomposition.
 
     Args:
         baselines: the baseline of each input after the first; None for 0.
-        separate: for each example, the gradients at all of ``others``.
+        gradients_by_example: for each backward pass (one per example, or one for a single example),
+            the gradients at all of ``others``.
     """
     values = [x.detach() for x in others]
-    starts = [
-        torch.zeros_like(x) if start is None else start
-        for x, start in zip(values, baselines, strict=True)
+    start_values = [
+        torch.zeros_like(x) if baseline is None else baseline
+        for x, baseline in zip(values, baselines, strict=True)
     ]
 
-    def added(factors: Sequence[Tensor]) -> Tensor:
+    def sums_of(factors: Sequence[Tensor]) -> Tensor:
+        """Return the sum of gradient times factor over all of ``others``, (B,)."""
         sums = [
             sum_tensors((g * x).sum() for g, x in zip(gradients, factors, strict=True))
-            for gradients in separate
+            for gradients in gradients_by_example
         ]
-        return torch.stack(sums).to(found.output)
+        return torch.stack(sums).to(decomposition.output)
 
-    changes = [x - start for x, start in zip(values, starts, strict=True)]
-    at_others = zip(*separate, strict=True)
+    differences = [x - baseline for x, baseline in zip(values, start_values, strict=True)]
+    by_input = zip(*gradients_by_example, strict=True)
     relevance = tuple(
-        torch.stack(each).sum(0) * change for each, change in zip(at_others, changes, strict=True)
+        torch.stack(grads).sum(0) * x for grads, x in zip(by_input, differences, strict=True)
     )
-    biases = found.biases
-    if any(start is not None for start in baselines):
-        before = biases.get("baselines", torch.zeros_like(found.output))
-        biases = {**biases, "baselines": before + added(starts)}
-    return replace(found, biases=biases, others=relevance, by_others=added(changes))
+    biases = decomposition.biases
+    if any(baseline is not None for baseline in baselines):
+        of_first = biases.get("baselines", torch.zeros_like(decomposition.output))
+        biases = {**biases, "baselines": of_first + sums_of(start_values)}
+    return replace(decomposition, biases=biases, others=relevance, by_others=sums_of(differences))
 
 
 def changes(network: Network, baselines: Sequence[Tensor]) -> list[Tensor]:
-    """Return each tensor where the network starts minus its baseline; no ``baselines`` means 0."""
+    """Return each root minus its baseline; empty ``baselines`` mean 0."""
     values = [x.detach() for x in network.roots]
     if not baselines:
         return values
@@ -320,13 +323,13 @@ def _concatenated(parts: Sequence[Tensor]) -> Tensor:
 def _on_input_tokens(parts: Sequence[Tensor], network: Network) -> Tensor:
     """Move relevance from the tensors where the network starts to input tokens, (B, L, ...)."""
     mode = network.mode
-    if network.begins is not None:
+    if network.begins is not None:  # an explained layer keeps its own tokens
         return _concatenated(parts)
-    places = [mode.given, *(x.given for x in mode.again)]
+    input_positions = [mode.given, *(look_up.given for look_up in mode.again)]
     return _concatenated(
         [
             x if given is None else of_given(x, given, mode.tokens)
-            for x, given in zip(parts, places, strict=True)
+            for x, given in zip(parts, input_positions, strict=True)
         ]
     )
 
@@ -334,7 +337,7 @@ def _on_input_tokens(parts: Sequence[Tensor], network: Network) -> Tensor:
 def _by_role(
     network: Network,
     output: Tensor,
-    change: Sequence[Tensor],
+    differences: Sequence[Tensor],
     tokens: Tensor,
     by_label: Mapping[Role, Tensor],
 ) -> dict[Role, Tensor]:
@@ -342,91 +345,91 @@ def _by_role(
 
     Args:
         network, output, by_label: the arguments of :func:`decompose`.
-        change: the result of :func:`changes`.
+        differences: the result of :func:`changes`.
         tokens: the relevance of tokens (B, L).
     """
     labels, carried = network.mode.labels, network.carried
-    wanted = [*network.roots, *(() if carried is None else carried.leaves)]
-    found = {role: torch.zeros_like(tokens) for role in ROLES}
+    tensors = [*network.roots, *(() if carried is None else carried.leaves)]
+    by_role = {role: torch.zeros_like(tokens) for role in ROLES}
 
-    def along(role: Role) -> Tensor:
+    def relevance_along(role: Role) -> Tensor:
         """Return the relevance of tokens (B, L) along the paths that count for one role."""
+        # paths of other roles begin inside the network, so nothing of the output enters them
         seed = torch.ones_like(output) if role in by_label or role == "content" else 0 * output
         with labels.only(role):
-            number = by_label.get(role, output)
-            gradients = network.mode.gradients(number, wanted, seed.detach())
+            explained = by_label.get(role, output)
+            gradients = network.mode.gradients(explained, tensors, seed.detach())
         relevance = [
             torch.zeros_like(x) if gradient is None else gradient * x
-            for gradient, x in zip(gradients, change, strict=False)
+            # without the cache's leaves, whose hooks record their gradients
+            for gradient, x in zip(gradients, differences, strict=False)
         ]
         of_tokens = _on_input_tokens(relevance, network)
         return of_tokens if of_tokens.dim() == 2 else of_tokens.flatten(2).sum(-1)
 
-    found["content"] = tokens if network.mode.rule == "frozen" else along("content")
+    by_role["content"] = tokens if network.mode.rule == "frozen" else relevance_along("content")
     for role in by_label.keys() - {"content"}:
         labels.begun.setdefault(role, {})
-    *others, last = [role for role in ROLES if role in labels.begun] or ["content"]
-    if by_label and last != "content":  # also for its gradients at the cache
-        others, last = [*others, last], "content"
-    for role in others:
-        found[role] = along(role)
-    if last != "content":  # the rest, without another pass
-        found[last] = tokens - torch.stack(list(found.values())).sum(0)
+    *other_roles, last_role = [role for role in ROLES if role in labels.begun] or ["content"]
+    if by_label and last_role != "content":  # its pass is needed for gradients at the cache
+        other_roles, last_role = [*other_roles, last_role], "content"
+    for role in other_roles:
+        by_role[role] = relevance_along(role)
+    if last_role != "content":  # the rest, without another pass
+        by_role[last_role] = tokens - torch.stack(list(by_role.values())).sum(0)
     labels.begun.clear()
-    return found
+    return by_role
 
 
 def account(
     mode: Linearizing,
     output: Tensor,
     constant: Tensor | None,
-    wanted: Sequence[Tensor],
+    tensors: Sequence[Tensor],
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Run one backward pass, which also collects the contributions of constants.
+    """Return gradients of an output, and the contributions of constants, by one backward pass.
 
     Args:
         mode: the linearization rules of the run, and the constants in its graph.
         output: the number to explain per example (B,).
         constant: a summand of the output that no module added (B,), or None.
-        wanted: the tensors whose gradients are returned.
+        tensors: the tensors whose gradients are returned.
 
     Returns:
-        The gradients at ``wanted``, zeros if none arrives; and the contributions of constants
+        The gradients at ``tensors``, zeros if none arrives; and the contributions of constants
         (B,), by the name of the module that adds them.
     """
     biases: dict[str, Tensor] = {} if constant is None else {"output": constant.detach()}
 
-    def write(gradient: Tensor, value: Tensor, where: str) -> None:
+    def add(gradient: Tensor, value: Tensor, module: str) -> None:
         entry = by_example(contribution(gradient, value), len(output))
-        biases[where] = biases.get(where, 0) + entry.to(output)
+        biases[module] = biases.get(module, 0) + entry.to(output)
 
-    live = [x for x in (*wanted, *mode.ledger.leaves) if x.requires_grad]
-    with mode.ledger.entries_to(write):
+    # gradients at the ledger's leaves are not returned, but their hooks report to `add`
+    live = [x for x in (*tensors, *mode.ledger.leaves) if x.requires_grad]
+    with mode.ledger.entries_to(add):
         try:
-            found = mode.gradients(output, live)
+            gradients = mode.gradients(output, live)
         except RuntimeError as error:
-            if "checkpoint" in str(error):  # its layers run again without the rules
+            if "checkpoint" in str(error):  # torch runs such layers again, without our rules
                 raise not_linear(output) from error
             raise
-    arrived = {x: g for x, g in zip(live, found, strict=True) if g is not None}
-    return [arrived.get(x, torch.zeros_like(x)) for x in wanted], biases
+    gradient_at = {x: g for x, g in zip(live, gradients, strict=True) if g is not None}
+    return [gradient_at.get(x, torch.zeros_like(x)) for x in tensors], biases
 
 
-def exact(found: Decomposition, apart: bool = False) -> bool:
+def is_exact(decomposition: Decomposition, one_pass_per_example: bool = False) -> bool:
     """Return True if inputs and biases sum to the output for every example.
 
-    A batch has a tenth of the tolerance, because constants may be assigned to the wrong example.
-
-    Args:
-        found: the decomposition.
-        apart: whether examples had separate backward passes. Default: False.
+    After one pass for a whole batch the tolerance is a tenth, because constants may be assigned to
+    the wrong example.
     """
-    share = 1 if apart or len(found.output) == 1 else 0.1
-    return sums_up(found, found.inputs, share, past=found.past)
+    share = 1 if one_pass_per_example or len(decomposition.output) == 1 else 0.1
+    return sums_up(decomposition, decomposition.inputs, share, past=decomposition.past)
 
 
 def sums_up(
-    found: OutputParts,
+    decomposition: OutputParts,
     inputs: Tensor,
     share: float = 1.0,
     *,
@@ -436,20 +439,20 @@ def sums_up(
     """Return True if contributions sum to the output for every example.
 
     Args:
-        found: the decomposition.
+        decomposition: the decomposition.
         inputs: contributions of the input (B, ...).
         share: factor on the tolerance. Default: 1.0.
         together: whether to check only the sum over examples, because constants may be assigned to
             the wrong example. Default: False.
         past: contributions along paths that bypass the explained layer, (B, ...). Default: None.
     """
-    size = inputs.flatten(1).abs().sum(1) + found.output.abs()
-    if found.biases:
-        size = size + torch.stack(list(found.biases.values())).abs().sum(0)
-    output = found.output
+    size = inputs.flatten(1).abs().sum(1) + decomposition.output.abs()
+    if decomposition.biases:
+        size = size + torch.stack(list(decomposition.biases.values())).abs().sum(0)
+    output = decomposition.output
     dtypes = {inputs.dtype, output.dtype, autocast_dtype(output.device) or output.dtype}
-    if isinstance(found, Decomposition):
-        for other in found.others:
+    if isinstance(decomposition, Decomposition):
+        for other in decomposition.others:
             size = size + other.abs().sum().to(size)
             dtypes.add(other.dtype)
     if past is not None:  # the inputs may be less precise than the explained layer
@@ -457,8 +460,8 @@ def sums_up(
         dtypes.add(past.dtype)
     limit = share * max(TOLERANCES.get(dtype, 1e-3) for dtype in dtypes)
     if together:
-        return holds(found.delta.sum().abs() <= limit * size.sum())
-    return holds((found.delta.abs() <= limit * size).all())
+        return holds(decomposition.delta.sum().abs() <= limit * size.sum())
+    return holds((decomposition.delta.abs() <= limit * size).all())
 
 
 def stacked(parts: Sequence[Decomposition]) -> Decomposition:
@@ -481,14 +484,15 @@ def stacked(parts: Sequence[Decomposition]) -> Decomposition:
         tuple(dict.fromkeys(name for part in parts for name in part.content_only)),
         parts[0].sizes,
         torch.cat(pasts) if pasts else None,
-    )  # of a batch with further inputs there are no parts
+    )  # a batch with several inputs is never split, so `others` and `by_others` are not needed
 
 
 def _stacked_roles(parts: Sequence[Decomposition]) -> dict[Role, Tensor] | None:
-    known = [part.roles for part in parts if part.roles is not None]
-    if len(known) < len(parts):
+    """Concatenate the parts' relevance by role; return None if a part has none."""
+    by_part = [part.roles for part in parts if part.roles is not None]
+    if len(by_part) < len(parts):
         return None
-    return {role: torch.cat([roles[role] for roles in known]) for role in ROLES}
+    return {role: torch.cat([by_role[role] for by_role in by_part]) for role in ROLES}
 
 
 def not_reached() -> GradientModeError:
@@ -505,33 +509,33 @@ _OURS = f"{__name__.split('.', 1)[0]}."
 
 
 def not_linear(output: Tensor) -> NotLinearError:
-    """Return the error for a graph that is not linear, with possible causes."""
-    kind = torch.finfo(output.dtype)
-    if bool((output.detach().abs() < kind.tiny / kind.eps).any()):
+    """Return the error for an output to which contributions do not sum, with possible causes."""
+    precision = torch.finfo(output.dtype)
+    if bool((output.detach().abs() < precision.tiny / precision.eps).any()):
         return NotLinearError(
             f"The model's output is so small that products in {output.dtype} underflow. Pass "
             "model.double(), or choose a target with a larger output."
         )
-    found: set[str] = set()
-    seen: set[Any] = set()
-    todo: list[Any] = [output.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
+    names: set[str] = set()
+    visited: set[Any] = set()
+    pending: list[Any] = [output.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in visited:
             continue
-        seen.add(node)
-        todo += [following for following, _ in node.next_functions]
+        visited.add(node)
+        pending += [next_node for next_node, _ in node.next_functions]
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             function = node._forward_cls  # type: ignore[attr-defined]
-            if not function.__module__.startswith(_OURS):  # those are linear maps
-                found.add(function.__name__)
-    custom, blame = sorted(found), ""
+            if not function.__module__.startswith(_OURS):  # ours are linear maps
+                names.add(function.__name__)
+    custom, cause = sorted(names), ""
     if custom:
-        blame = f" It runs custom autograd functions ({', '.join(custom)}), which are not analyzed."
+        cause = f" It runs custom autograd functions ({', '.join(custom)}), which are not analyzed."
     elif len(output) > 1:
-        blame = " Do examples of the batch mix, as in x - x.mean(0)? Then explain them one by one."
+        cause = " Do examples of the batch mix, as in x - x.mean(0)? Then explain them one by one."
     return NotLinearError(
         "The contributions of the model's inputs and biases do not sum to the model's output."
-        f"{blame} Replace fused kernels by torch functions, switch off torch.utils.checkpoint, or "
+        f"{cause} Replace fused kernels by torch functions, switch off torch.utils.checkpoint, or "
         "report the model."
     )

@@ -36,7 +36,7 @@ from .decompose import (
     OutputParts,
     account,
     decompose,
-    exact,
+    is_exact,
     not_linear,
     not_reached,
     sums_up,
@@ -83,14 +83,15 @@ class LinearMethod(SSMAttribution):
         """Return relevance (stacked for an :class:`Each` target), and on request the delta."""
         checks.flags(return_convergence_delta=return_convergence_delta)
         tensor, others = self._inputs(inputs)
-        questions = [Against(each, contrast) for each in several(target)]
-        found = self._by_parts(
+        questions = [Against(one_target, contrast) for one_target in several(target)]
+        parts_by_target = self._by_parts(
             tensor, questions, additional_forward_args, internal_batch_size, explain, others
         )
 
-        def joined(which: int, like: Tensor) -> Tensor:
-            wholes = [torch.cat([part[which] for part in parts]) for parts in found]
-            return as_asked(wholes, target).detach().to(like.device).contiguous()
+        def joined(index: int, like: Tensor) -> Tensor:
+            """Concatenate entry ``index`` of each part's :data:`Explained`, for every target."""
+            by_target = [torch.cat([part[index] for part in parts]) for parts in parts_by_target]
+            return as_asked(by_target, target).detach().to(like.device).contiguous()
 
         relevance: Any = joined(0, tensor)
         if isinstance(inputs, tuple):
@@ -100,20 +101,23 @@ class LinearMethod(SSMAttribution):
     def _delta(self, found: OutputParts, explained: Sequence[Tensor], attributions: Any) -> Tensor:
         """Return output - attributions - biases (B,) for the user's ``attributions``.
 
-        The result is the delta of ``found``, plus the sum of the relevance in ``explained`` minus
-        the sum of ``attributions``. Differences in further inputs are divided equally.
+        Args:
+            found: the decomposition of the output, whose delta is the start.
+            explained: its relevance for each input. The sum of ``explained`` minus
+                ``attributions`` is added; the part of further inputs is divided among examples.
+            attributions: the user's attributions, for each input.
         """
-        first, others = several_inputs(attributions, "attributions")
-        if 1 + len(others) != len(explained):
+        given_first, given_others = several_inputs(attributions, "attributions")
+        if 1 + len(given_others) != len(explained):
             raise InputError(
-                f"attributions holds {1 + len(others)} tensors, but inputs holds "
+                f"attributions holds {1 + len(given_others)} tensors, but inputs holds "
                 f"{len(explained)}. Pass the output of attribute() for these inputs."
             )
-        one, *rest = explained
-        sums = one.flatten(1).sum(1) - first.flatten(1).sum(1).to(one)
-        delta = found.delta + sums.to(found.output)
-        for x, other in zip(rest, others, strict=True):
-            delta = delta + (x.sum() - other.sum().to(x)).to(delta) / len(delta)
+        of_first, *of_others = explained
+        missing = of_first.flatten(1).sum(1) - given_first.flatten(1).sum(1).to(of_first)
+        delta = found.delta + missing.to(found.output)
+        for ours, given in zip(of_others, given_others, strict=True):
+            delta = delta + (ours.sum() - given.sum().to(ours)).to(delta) / len(delta)
         return delta
 
 
@@ -220,10 +224,10 @@ def decompositions(
         sizes = [tokens // parts for parts in (4, 16, 64) if tokens // parts >= _FEW_TOKENS]
         in_parts = [(_in_chunks_of(most), partial(run, None, most)) for most in sizes]
         return as_memory_allows(run, None, in_parts if len(request.inputs) == 1 else ())
-    found, alone_run = _decompositions(request, questions, rules, baselines)
+    results, alone_run = _decompose_in_one_run(request, questions, rules, baselines)
     if alone_run is not None:
-        alone_run.require([(q, each.output) for q, each in zip(questions, found, strict=True)])
-    return found
+        alone_run.require([(q, x.output) for q, x in zip(questions, results, strict=True)])
+    return results
 
 
 def _in_chunks_of(tokens: int) -> str:
@@ -233,22 +237,25 @@ def _in_chunks_of(tokens: int) -> str:
     )
 
 
-def _decompositions(
+def _decompose_in_one_run(
     request: Request, questions: Sequence[Against], rules: Rules, baselines: Baselines
 ) -> tuple[list[Decomposition], Alone | None]:
-    """Decompose each target; if sums are wrong in a batch, repeat with one pass per example."""
+    """Decompose each target; if sums are wrong in a batch, repeat with one pass per example.
+
+    Also return the plain run to compare with, which runs later: the graph is then freed.
+    """
     with linear_run(request, questions, rules) as (network, output, kept):
-        found = _each_decomposed(network, output, kept, questions, rules, baselines)
-        sums_up = all(map(exact, found))
-        if not sums_up and len(output) > 1:
+        results = _decompose_each(network, output, kept, questions, rules, baselines)
+        exact = all(map(is_exact, results))
+        if not exact and len(output) > 1:
             # constants may lack a batch dimension, such as the biases of experts
             arguments = (network, output, kept, questions, rules, baselines)
-            found = _each_decomposed(*arguments, apart=True)
-            sums_up = all(exact(each, apart=True) for each in found)
+            results = _decompose_each(*arguments, one_pass_per_example=True)
+            exact = all(is_exact(result, one_pass_per_example=True) for result in results)
         alone_run = alone_of(request, rules, network, kept)
-    if not sums_up:
+    if not exact:
         raise not_linear(output)
-    return found, alone_run
+    return results, alone_run
 
 
 def alone_of(request: Request, rules: Rules, network: Network, kept: Kept | None) -> Alone | None:
@@ -283,33 +290,33 @@ def in_turn(
             "chunk_tokens was passed, but targets that depend on earlier results need the whole "
             "autograd graph. Leave chunk_tokens out."
         )
-    # before the run only the positions are known, so token 0 replaces the real tokens
-    anywhere = Against(SumTarget(positions, torch.zeros(len(positions)).long()), None)
-    with linear_run(request, [anywhere], rules) as (network, output, kept):
-        where = torch.tensor(positions) % (output.shape[1] if kept is None else kept.tokens)
+    # the run needs only the targets' positions; their tokens are not known yet, so 0 replaces them
+    placeholder = Against(SumTarget(positions, torch.zeros(len(positions)).long()), None)
+    with linear_run(request, [placeholder], rules) as (network, output, kept):
+        indices = torch.tensor(positions) % (output.shape[1] if kept is None else kept.tokens)
         if kept is not None:
-            where = torch.searchsorted(torch.tensor(kept.positions), where)
-        logits = output.detach()[0, where.to(output.device)]
+            indices = torch.searchsorted(torch.tensor(kept.positions), indices)
+        logits = output.detach()[0, indices.to(output.device)]
 
-        numbers: list[tuple[Against, Tensor]] = []
+        explained: list[tuple[Against, Tensor]] = []
 
         def answer(question: Against) -> Decomposition:
-            (found,) = _each_decomposed(network, output, kept, [question], rules, baselines)
-            if not exact(found):
+            (decomposition,) = _decompose_each(network, output, kept, [question], rules, baselines)
+            if not is_exact(decomposition):
                 raise not_linear(output)
-            numbers.append((question, found.output))
-            return found
+            explained.append((question, decomposition.output))
+            return decomposition
 
-        result = answered(ask(lambda: logits), answer)
+        result = answer_questions(ask(lambda: logits), answer)
         alone_run = alone_of(request, rules, network, kept)
     if alone_run is not None:
-        alone_run.require(numbers)
+        alone_run.require(explained)
     return result
 
 
-def answered(questions: Generator[Against, A, T], answer: Callable[[Against], A]) -> T:
+def answer_questions(questions: Generator[Against, A, T], answer: Callable[[Against], A]) -> T:
     """Send a generator the answer to each question it yields; return the generator's result."""
-    latest: A | None = None
+    latest: A | None = None  # None starts the generator
     while True:
         try:
             question = next(questions) if latest is None else questions.send(latest)
@@ -319,7 +326,7 @@ def answered(questions: Generator[Against, A, T], answer: Callable[[Against], A]
         latest = answer(question)
 
 
-def _each_decomposed(
+def _decompose_each(
     network: Network,
     output: Tensor,
     kept: Kept | None,
@@ -327,14 +334,19 @@ def _each_decomposed(
     rules: Rules,
     baselines: Baselines,
     *,
-    apart: bool = False,
+    one_pass_per_example: bool = False,
 ) -> list[Decomposition]:
     """Decompose the value of each target; ``output`` has logits only at ``kept`` positions."""
-    numbers = numbers_of(network, output, kept, questions)
-    one, *rest = one_each(baselines, 1 + len(network.mode.others))
-    start, of_others = start_of(network, rules, one), baselines_of_others(network, rest)
-    more = (start, of_others, rules.by_role, rules.features, apart)
-    return [decompose(network, number, constant, *more) for number, constant in numbers]
+    values = numbers_of(network, output, kept, questions)
+    first_baseline, *other_baselines = one_each(baselines, 1 + len(network.mode.others))
+    options: dict[str, Any] = {
+        "baselines": start_of(network, rules, first_baseline),
+        "other_baselines": baselines_of_others(network, other_baselines),
+        "by_role": rules.by_role,
+        "features": rules.features,
+        "one_pass_per_example": one_pass_per_example,
+    }
+    return [decompose(network, value, constant, **options) for value, constant in values]
 
 
 def numbers_of(
@@ -346,18 +358,19 @@ def numbers_of(
         TargetError, OptionError, NonFiniteError: if a target or contrast does not fit the output.
         GradientModeError: if the output does not depend on the input.
     """
-    whole = output if kept is None else kept.whole(output)
+    # zeros in the shape of all logits, because targets are checked against that shape
+    all_logits = output if kept is None else kept.whole(output)
     for question in questions:
-        index = target_index(question.target, whole)
-        require_real_target(index, whole, network.mask)
-    numbers = [contrasted(output, q.target, q.contrast, kept) for q in questions]
+        index = target_index(question.target, all_logits)
+        require_real_target(index, all_logits, network.mask)
+    values = [contrasted(output, q.target, q.contrast, kept) for q in questions]
     if not output.requires_grad:
         raise not_reached()
-    return numbers
+    return values
 
 
 def start_of(network: Network, rules: Rules, baselines: Baselines) -> list[Tensor]:
-    """Return a baseline for each tensor where the network starts; an empty list means 0.
+    """Return a baseline for each root of the network; an empty list means 0.
 
     If ``baselines`` is None, the rule selects 0 or the mean over tokens. After a cache, None means
     0 for every rule, because the few new tokens have no useful mean.
@@ -380,10 +393,10 @@ def coefficients(
     """
     rules = Rules(rule, constants=True, by_layer=True, verify=False, recompute=recompute)
     with _linear_run(request, rules) as (network, output):
-        numbers = [contrasted(output, each.target, each.contrast) for each in questions]
-        if not all(number.requires_grad for number, _ in numbers):
+        pairs = [contrasted(output, question.target, question.contrast) for question in questions]
+        if not all(value.requires_grad for value, _ in pairs):
             raise not_reached()
-        return [(number.detach(), _gradients(network, number, rest)) for number, rest in numbers]
+        return [(value.detach(), _gradients(network, value, constant)) for value, constant in pairs]
 
 
 @contextmanager
@@ -396,12 +409,12 @@ def linear_run(
         The network, its output, and the positions of the output (None for all).
     """
     begins = () if request.begins is None else (request.begins,)
-    read = [site.module for site in (*begins, *request.cuts)]
-    more = (*request.others, *request.additional)
-    kept = kept_positions(request.forward_func, request.inputs, more, questions, read)
+    needed = [site.module for site in (*begins, *request.cuts)]
+    arguments = (*request.others, *request.additional)
+    kept = kept_positions(request.forward_func, request.inputs, arguments, questions, needed)
     if kept is not None:
         with _linear_run(replace(request, kept=kept), rules) as (network, output):
-            if kept.fit(output):
+            if kept.fit(output):  # else the model ignored the positions, so run it again
                 yield network, output, kept
                 return
     with _linear_run(request, rules) as (network, output):
@@ -410,8 +423,12 @@ def linear_run(
 
 @contextmanager
 def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tensor]]:
-    """Run the linear network; yield the network and its output, for work that is not traced."""
-    if not request.inputs.is_floating_point():  # ids are identified by their memory address
+    """Run the linear network; yield the network and its output, or the value ``request.ends``.
+
+    Torch functions inside the ``with`` are not part of the network.
+    """
+    # a look-up of the explained ids is recognized by their memory, which nothing else may share
+    if not request.inputs.is_floating_point():
         ids = request.inputs.clone(memory_format=torch.contiguous_format)
         request = replace(request, inputs=ids)
     with linearized(
@@ -430,19 +447,20 @@ def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tenso
         recompute=bool(rules.recompute),
     ) as network:
         mode = network.mode
+        # copies, because the model may change its inputs in place
         output = request.output(mode.begun(request.inputs), [x.clone() for x in mode.others])
         network.check_ran()
         if request.ends is not None:
-            met = network.met(request.ends.site)
-            output = request.ends.chosen(met.tensors, network.mask)
+            activation = network.met(request.ends.site)
+            output = request.ends.value_of(activation.tensors, network.mask)
         with unseen():
             yield network, output
 
 
-def _gradients(network: Network, number: Tensor, constant: Tensor | None) -> list[Tensor]:
+def _gradients(network: Network, value: Tensor, constant: Tensor | None) -> list[Tensor]:
     """Return the gradients of a value (B,) at mixers' outputs; raise if sums are not exact."""
     mode, outputs = network.mode, [step.output for step in network.steps]
-    # embeddings that are looked up later count as inputs, too
+    # embeddings of the ids in further tables count as inputs, too
     roots = [] if mode.root is None else [mode.root, *(x.leaf for x in mode.again)]
     by_place: dict[Any, Tensor] = {}
 
@@ -451,12 +469,12 @@ def _gradients(network: Network, number: Tensor, constant: Tensor | None) -> lis
         by_place[place] = torch.zeros_like(step.output) if gradient is None else gradient
 
     with nullcontext() if mode.blocks is None else mode.blocks.reading(note):
-        gradients, biases = account(mode, number, constant, [*roots, *outputs])
+        gradients, biases = account(mode, value, constant, [*roots, *outputs])
     by_place |= {outside(i): gradients[len(roots) + i] for i in range(len(outputs))}
-    parts = [(g * x.detach()).flatten(1).sum(1) for g, x in zip(gradients, roots, strict=False)]
-    if parts:
-        inputs, output = torch.stack(parts, 1), number.detach()
+    sums = [(g * x.detach()).flatten(1).sum(1) for g, x in zip(gradients, roots, strict=False)]
+    if sums:
+        inputs, output = torch.stack(sums, 1), value.detach()
         found = Decomposition(inputs, (), (), biases, output, torch.zeros_like(output))
         if not sums_up(found, inputs, together=True):
-            raise not_linear(number)
+            raise not_linear(value)
     return [by_place[place] for place in sorted(by_place)]

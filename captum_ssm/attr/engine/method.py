@@ -94,17 +94,17 @@ class Explainer:
         find_mixers(find_model(forward_func, model), layers)  # fail at once, not at the first call
 
     def __repr__(self) -> str:
-        said = [_name_of(self.forward_func)]
-        said += [] if self.model is None else [f"model={_name_of(self.model)}"]
+        arguments = [_name_of(self.forward_func)]
+        arguments += [] if self.model is None else [f"model={_name_of(self.model)}"]
         if self.layers is not None:
-            said.append(f"layers=[{', '.join(map(_name_of, self.layers))}]")
+            arguments.append(f"layers=[{', '.join(map(_name_of, self.layers))}]")
         if hasattr(self, "layer"):
-            said.append(f"layer={_name_of(self.layer)}")
+            arguments.append(f"layer={_name_of(self.layer)}")
         rule = vars(self).get("default_rule", vars(self).get("rule"))
-        said += [] if rule is None else [f"rule={rule!r}"]
-        said += ["recompute=True"] if getattr(self, "recompute", False) else []
-        said += [] if self.chunk_tokens is None else [f"chunk_tokens={self.chunk_tokens}"]
-        return f"{self.name}({', '.join(said)})"
+        arguments += [] if rule is None else [f"rule={rule!r}"]
+        arguments += ["recompute=True"] if getattr(self, "recompute", False) else []
+        arguments += [] if self.chunk_tokens is None else [f"chunk_tokens={self.chunk_tokens}"]
+        return f"{self.name}({', '.join(arguments)})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raise an error that names ``attribute``, because methods are not functions."""
@@ -121,7 +121,7 @@ class Explainer:
         explain: Callable[[Request, Sequence[Any], BatchPart], Sequence[T]],
         others: tuple[Tensor, ...] = (),
     ) -> list[tuple[T, ...]]:
-        """Split the batch into parts and return, for each target, one result per part.
+        """Split the batch into parts, and return a tuple of the parts' results for each target.
 
         Args:
             internal_batch_size: the largest number of examples in a part; None for all.
@@ -142,23 +142,26 @@ class Explainer:
                 f"{self.name} computes gradients, which torch.inference_mode() forbids. Call it "
                 "outside of torch.inference_mode(). torch.no_grad() is accepted."
             )
-        model, parts = find_model(self.forward_func, self.model), []
+        model, results = find_model(self.forward_func, self.model), []
         one_by_one = self.chunk_tokens is not None and not others
         cuts = list(batch_parts(len(inputs), 1 if one_by_one else internal_batch_size))
 
-        def requested(cut: BatchPart) -> Request:
+        def request_for(cut: BatchPart) -> Request:
             # slices of inputs that require gradients must do so, too
             with torch.inference_mode(False):
-                own = tuple(map(cut, additional))
-                request = Request(self.forward_func, model, self.layers, cut(inputs), own)
+                of_part = tuple(map(cut, additional))
+                request = Request(self.forward_func, model, self.layers, cut(inputs), of_part)
             return replace(request, others=others, streams=self.needs_streams)
 
-        with exact_products(model, lambda: requested(cuts[0]).output_alone):
+        # the lambda runs the model as it is, to measure the rounding that exact products leave out
+        with exact_products(model, lambda: request_for(cuts[0]).output_alone):
             for cut in shown(cuts):
                 with torch.inference_mode(False), cut.counting():
-                    request, asked = requested(cut), list(map(cut.target, targets))
-                    parts.append(read_together(functools.partial(explain, request, asked, cut)))
-        return list(zip(*parts, strict=True))
+                    request, part_targets = request_for(cut), list(map(cut.target, targets))
+                    results.append(
+                        read_together(functools.partial(explain, request, part_targets, cut))
+                    )
+        return list(zip(*results, strict=True))
 
     @contextmanager
     def _read(
@@ -175,8 +178,8 @@ class Explainer:
             request, streams=self.needs_streams, verify=verify is not False, folds=False
         )
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
-            alone = functools.partial(replace, request)
-            stack.enter_context(exact_products(model, lambda: alone().output_alone))
+            copy_of = functools.partial(replace, request)
+            stack.enter_context(exact_products(model, lambda: copy_of().output_alone))
             run = run_of(request)
             for device in {layer.output.device for layer in run.layers}:
                 stack.enter_context(full_precision(device))
@@ -198,22 +201,22 @@ class Explainer:
             make: function that returns the result for a run and a layer, or group of layers.
             split: function that groups layers, if indices count groups. Default: no grouping.
         """
-        named = None if layers is None else checks.integers("layers", layers, "layers")
+        indices = None if layers is None else checks.integers("layers", layers, "layers")
         with self._read(inputs, additional_forward_args, chosen.verify) as run:
-            parts, made = wanted(split(run.layers), named), dict[int, T]()
-            for part in shown(parts):
-                if id(part) not in made:
-                    made[id(part)] = make(run, part)
-            return [made[id(part)] for part in parts]
+            items, results = wanted(split(run.layers), indices), dict[int, T]()
+            for item in shown(items):
+                if id(item) not in results:  # groups are lists, which cannot be keys
+                    results[id(item)] = make(run, item)
+            return [results[id(item)] for item in items]
 
 
-def _name_of(part: Any) -> str:
+def _name_of(value: Any) -> str:
     """Return a short name for ``repr``: a module's class, a function's name, a quoted string."""
-    if isinstance(part, str):
-        return repr(part)
-    if isinstance(part, nn.Module):
-        return type(part).__name__
-    return getattr(part, "__qualname__", None) or repr(part)
+    if isinstance(value, str):
+        return repr(value)
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    return getattr(value, "__qualname__", None) or repr(value)
 
 
 def _parameters(function: Any) -> Collection[str]:
@@ -258,12 +261,12 @@ class SSMAttribution(Explainer, Attribution):
         Raises:
             TargetError: if ``targets`` is empty, or one of them does not fit the output.
         """
-        each = each_of(targets)
+        all_targets = each_of(targets)
         tensor, _ = single_input(inputs)
-        found: Tensor = self.attribute(
-            tensor, each, additional_forward_args, per_token=True, **options
+        relevance: Tensor = self.attribute(
+            tensor, all_targets, additional_forward_args, per_token=True, **options
         )
-        return found
+        return relevance
 
 
 #: Captum's LLMGradientAttribution accepts only methods of the listed classes.
@@ -278,24 +281,25 @@ def _for_captum(attribute: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @checks.in_place_of(attribute)
-    def asked(self: SSMAttribution, *args: Any, **kwargs: Any) -> Any:
-        asking = getattr(self.forward_func, "attr", None)
-        if not isinstance(asking, LLMGradientAttribution):
+    def wrapped(self: SSMAttribution, *args: Any, **kwargs: Any) -> Any:
+        llm_attribution = getattr(self.forward_func, "attr", None)
+        if not isinstance(llm_attribution, LLMGradientAttribution):
             return attribute(self, *args, **kwargs)
-        prompt, text, place = kwargs.pop("additional_forward_args")
+        # Captum's arguments: the prompt, the generated text, and the token of it to explain
+        prompt, text, position = kwargs.pop("additional_forward_args")
         ids = prompt.to_model_input(*args)
-        ids = torch.cat([ids, text[None, :place].to(ids)], 1)
+        ids = torch.cat([ids, text[None, :position].to(ids)], 1)
 
         def log_probability(ids: Tensor) -> Tensor:
-            logits: Tensor = asking.model(ids).logits[:, -1]
-            return logits.log_softmax(-1)[:, text[place], None]
+            logits: Tensor = llm_attribution.model(ids).logits[:, -1]
+            return logits.log_softmax(-1)[:, text[position], None]
 
-        of_model = copy(self)
-        of_model.forward_func, of_model.model = log_probability, asking.model
-        found: Tensor = attribute(of_model, ids, 0, **kwargs)
-        return found[..., None] if found.dim() == 2 else found
+        method = copy(self)
+        method.forward_func, method.model = log_probability, llm_attribution.model
+        relevance: Tensor = attribute(method, ids, 0, **kwargs)
+        return relevance[..., None] if relevance.dim() == 2 else relevance
 
-    return asked
+    return wrapped
 
 
 class ImplicitMethod(SSMAttribution):
@@ -350,20 +354,20 @@ class ImplicitMethod(SSMAttribution):
                 questions = self._questions(run, targets, cut(query))
                 for device in {layer.output.device for layer in run.layers}:
                     stack.enter_context(full_precision(device))
-                rows = [relevance(asked) for asked in run.asked(questions)]
-                numbers = [
-                    (Against(asked.target, None), asked.selected.detach())
-                    for asked in questions
-                    if asked.selected is not None
+                rows = [relevance(current) for current in run.for_each(questions)]
+                explained = [
+                    (Against(question.target, None), question.selected.detach())
+                    for question in questions
+                    if question.selected is not None
                 ]
-                if numbers:
-                    require_alone(run, verify, numbers)
+                if explained:
+                    require_alone(run, verify, explained)
                 return [row.detach() for row in run.laid_out(rows, layout)]
 
-        found = self._by_parts(
+        by_target = self._by_parts(
             tensor, several(target), additional_forward_args, internal_batch_size, explain
         )
-        out = as_asked(list(map(torch.cat, found)), target).to(tensor.device).contiguous()
+        out = as_asked(list(map(torch.cat, by_target)), target).to(tensor.device).contiguous()
         return (out,) if in_tuple else out
 
     def _questions(self, run: Run, targets: Sequence[Any], query: Query) -> list[Question]:
@@ -373,18 +377,20 @@ class ImplicitMethod(SSMAttribution):
         for target in targets:
             index = target_index(target, output)
             require_real_target(index, output, run.mask)
-            selected, taken = None, None
+            selected, cache = None, None
             if self.needs_gradient and isinstance(target, SumTarget):
                 selected, _ = contrasted(output, target)
             elif self.needs_gradient:
-                selected, taken = run.select(index)
+                selected, cache = run.select(index)
             weights = query_weights(query, output, index, tail, run.mask)
-            asked = asked_tokens(query, output, index, weights.shape[1], run.mask)
+            query_range = asked_tokens(query, output, index, weights.shape[1], run.mask)
             if chain is not None and chain.output is not None:
-                asked = None
+                query_range = None  # weights are moved to the layers' order of tokens
                 weights = weights.index_select(1, chain.output.argsort().to(weights.device))
-            questions.append(Question(target, weights.detach(), selected, taken=taken, asked=asked))
-        if self.needs_gradient:  # the backward pass takes the most memory of all
+            questions.append(
+                Question(target, weights.detach(), selected, cache=cache, query_range=query_range)
+            )
+        if self.needs_gradient:  # free memory for the backward pass, which takes the most
             run.record.forget()
         return questions
 
@@ -409,11 +415,11 @@ def options(
     checks.choice("recipe", recipe, RECIPES)
     if recipe == "published_code" and reduce != "mean":
         raise OptionError(f"recipe={recipe!r} excludes reduce={reduce!r}. Pass reduce='mean'.")
-    chosen = None
+    head_indices = None
     if heads is not None:
-        chosen = checks.integers("heads", heads, "heads (for Mamba-1: channels)")
-        checks.no_repeats("heads", chosen)
+        head_indices = checks.integers("heads", heads, "heads (for Mamba-1: channels)")
+        checks.no_repeats("heads", head_indices)
     start_layer = checks.integer("start_layer", start_layer)
     verify = checks.tolerance("verify", verify)
     names = checks.parse_components(components)
-    return Options(names, reduce, chosen, start_layer, recipe, verify)
+    return Options(names, reduce, head_indices, start_layer, recipe, verify)

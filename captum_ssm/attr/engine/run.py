@@ -48,7 +48,7 @@ from .fold import stages
 _KEPT_ELEMENTS = 2**28
 
 #: The target's gradient at each tensor; None if the target does not depend on the tensor.
-Taken = dict[Tensor, Tensor | None]
+GradientCache = dict[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +57,12 @@ class Inner:
 
     Attributes:
         site: the activation.
-        chosen: function that returns one value per example (B,), given the activation's tensors
+        value_of: function that returns one value per example (B,), given the activation's tensors
             and a mask (B, L) of unpadded tokens (None if there is no padding).
     """
 
     site: Site
-    chosen: Callable[[Sequence[Tensor], Tensor | None], Tensor]
+    value_of: Callable[[Sequence[Tensor], Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +135,8 @@ class Request:
         require_deterministic(self.model)
         # the head runs only at the kept positions
         named = {} if self.kept is None else self.kept.arguments
-        more = (*(self.others if others is None else others), *self.additional)
-        return logits_of(call_model(self.forward_func, start, more, named))
+        arguments = (*(self.others if others is None else others), *self.additional)
+        return logits_of(call_model(self.forward_func, start, arguments, named))
 
     @functools.cached_property
     def output_alone(self) -> Tensor:
@@ -182,17 +182,18 @@ class Question:
         selected: the target's value per example (B,), with its graph; None for methods without
             gradients. Default: None.
         constant: a summand of ``selected`` that no module added (B,). Default: None.
-        taken: cached gradients of ``selected``, for methods that share the run; None if the run is
-            not shared. Default: None.
-        asked: a range of tokens that includes all nonzero ``weights``. Default: None, not known.
+        cache: gradients of ``selected``, for methods that share the run; None if the run is not
+            shared. Default: None.
+        query_range: a range of tokens that includes all nonzero ``weights``. Default: None, not
+            known.
     """
 
     target: Any
     weights: Tensor
     selected: Tensor | None = None
     constant: Tensor | None = None
-    taken: Taken | None = None
-    asked: range | None = None
+    cache: GradientCache | None = None
+    query_range: range | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +209,7 @@ class Run:
         shared: whether later methods may reuse the run, so that it keeps its graph.
         questions: the targets left to explain, the current one first. Default: none.
         paths: the direct paths, if they were kept. Default: None.
-        kept: the tensors cached by :meth:`once` for all targets.
+        cache: the tensors cached by :meth:`once` for all targets.
     """
 
     request: Request
@@ -219,8 +220,8 @@ class Run:
     shared: bool = False
     questions: Sequence[Question] = ()
     paths: DirectPaths | None = None
-    kept: dict[Layer, Tensor] = field(default_factory=dict)
-    _selected: list[tuple[Tensor | None, Tensor, Taken]] = field(default_factory=list)
+    cache: dict[Layer, Tensor] = field(default_factory=dict)
+    _selected: list[tuple[Tensor | None, Tensor, GradientCache]] = field(default_factory=list)
 
     @property
     def layers(self) -> list[Layer]:
@@ -250,20 +251,24 @@ class Run:
         token_map = self.layers[0].map if self.request.inputs.dim() == 4 else None
         return layout.laid_out(rows, self.mask, self.given, token_map, self.request.one_output)
 
-    def asked(self, questions: Sequence[Question]) -> Iterator[Run]:
+    def for_each(self, questions: Sequence[Question]) -> Iterator[Run]:
         """Yield the run once per target, with this target first and one cache for all targets."""
-        kept: dict[Layer, Tensor] = {}
+        cache: dict[Layer, Tensor] = {}
         for first, question in enumerate(questions):
-            begin_query(question.weights.shape[-1], question.asked)
-            yield replace(self, questions=questions[first:], kept=kept)
+            begin_query(question.weights.shape[-1], question.query_range)
+            yield replace(self, questions=questions[first:], cache=cache)
 
-    def select(self, index: Tensor | None) -> tuple[Tensor, Taken | None]:
-        """Return a target's value per example (B,), and a cache for its gradients or None."""
+    def select(self, index: Tensor | None) -> tuple[Tensor, GradientCache | None]:
+        """Return a target's value per example (B,), and a cache for its gradients.
+
+        In a run that no other method shares, the cache is None. In a shared run, equal targets of
+        several methods get the same value and cache.
+        """
         if not self.shared:
             return select(self.output, index), None
-        for known, number, taken in self._selected:
-            if same(known, index):
-                return number, taken
+        for earlier_index, value, cache in self._selected:
+            if same(earlier_index, index):
+                return value, cache
         self._selected.append((index, select(self.output, index), {}))
         return self._selected[-1][1:]
 
@@ -281,12 +286,12 @@ class Run:
         Returns:
             The tensor; None if the cache is full, or if no later target can use the tensor.
         """
-        if layer not in self.kept:
-            held = sum(tensor.numel() for tensor in self.kept.values())
-            if len(self.questions) == 1 or held + elements > min(room, _KEPT_ELEMENTS):
+        if layer not in self.cache:
+            cached = sum(tensor.numel() for tensor in self.cache.values())
+            if len(self.questions) == 1 or cached + elements > min(room, _KEPT_ELEMENTS):
                 return None
-            self.kept[layer] = make()
-        return self.kept[layer]
+            self.cache[layer] = make()
+        return self.cache[layer]
 
     def gradients(self, tensors: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
         """Return the target's gradient at each tensor; errors use the layers' ``names``."""
@@ -296,14 +301,14 @@ class Run:
                 "The model's output records no gradients. Remove no_grad and detach from the "
                 "model and forward_func, or use a method without gradients, such as LatimALTI."
             )
-        shared = self.questions[0].taken
-        again = len(self.questions) > 1 or shared is not None
-        taken: Taken = {} if shared is None else shared
-        wanted = [x for x in tensors if x not in taken]
-        if wanted:
+        shared_cache = self.questions[0].cache
+        is_used_again = len(self.questions) > 1 or shared_cache is not None
+        cache: GradientCache = {} if shared_cache is None else shared_cache
+        missing = [x for x in tensors if x not in cache]
+        if missing:
             try:
-                found = torch.autograd.grad(
-                    selected.sum(), wanted, retain_graph=again, allow_unused=True
+                new_gradients = torch.autograd.grad(
+                    selected.sum(), missing, retain_graph=is_used_again, allow_unused=True
                 )
             except RuntimeError as error:
                 if "no autograd formula" in str(error) or "derivative for" in str(error):
@@ -323,8 +328,8 @@ class Run:
                     "out-of-place form, x = x + y, or a method without such gradients: LatimFlow, "
                     "LatimALTI, ImplicitAttentionRollout."
                 ) from error
-            taken.update(zip(wanted, found, strict=True))
-        gradients = [taken[x] for x in tensors]
+            cache.update(zip(missing, new_gradients, strict=True))
+        gradients = [cache[x] for x in tensors]
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is None:
                 raise GradientModeError(
@@ -336,7 +341,11 @@ class Run:
 
 
 def traced(request: Request, *, shared: bool = False) -> Run:
-    """Run the model and record its mixers; with ``shared``, later methods may reuse the run."""
+    """Run the model and record its mixers; with ``shared``, later methods may reuse the run.
+
+    The result has the layers' token order. Raise if the batch size changes, or an example is all
+    padding.
+    """
     model, layers, paths = request.model, request.layers, None
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(request.graph in ("outputs", "all")))
@@ -353,28 +362,28 @@ def traced(request: Request, *, shared: bool = False) -> Run:
                 watchers=() if paths is None else (paths,),
             )
         )
-        record.room *= request.operators
-        start = request.inputs if paths is None else paths.mode.begun(request.inputs)
-        output = request.output(start)
+        record.room *= request.operators  # room 0: no operator is kept
+        model_input = request.inputs if paths is None else paths.mode.begun(request.inputs)
+        output = request.output(model_input)
     require_layers(record, model)
     if request.graph == "tail" and not record.layers[-1].output.requires_grad:
         # the graph begins at the model's last mixer, which did not run or did not run last
         return traced(replace(request, graph="outputs"), shared=shared)
     tail, batch = record.layers[-1], len(request.inputs)
-    for found, what in ((tail.in_order(tail.output), "mixers get"), (output, "output has")):
-        if len(found) != batch:
+    for tensor, owner in ((tail.in_order(tail.output), "mixers get"), (output, "output has")):
+        if len(tensor) != batch:
             raise InputError(
-                f"inputs has a batch of {batch}, but the model's {what} a batch of {len(found)}. "
+                f"inputs has a batch of {batch}, but the model's {owner} a batch of {len(tensor)}. "
                 "Pass a forward_func that keeps the batch size, and one example per row of inputs."
             )
     with unseen():
         mask = record.mask
     require_real_tokens(mask)
-    chain = _replayed(request, record, beginning, output, mask, paths)
+    chain = _token_order(request, record, beginning, output, mask, paths)
     return Run(request, record, output, mask, chain, shared, paths=paths)
 
 
-def _replayed(
+def _token_order(
     request: Request,
     record: Trace,
     beginning: Beginning,
@@ -382,7 +391,11 @@ def _replayed(
     mask: Tensor | None,
     paths: DirectPaths | None,
 ) -> TokenOrder | None:
-    """Find the token order of a run; return None for 2-D grids, or if the user passed layers."""
+    """Return the token order of a run, found by replays; None if it is not known.
+
+    It is not known for 2-D grids, if the user passed layers, or if the layers form no chain, which
+    only requests with ``folds`` refuse. Also note in layers and ``paths`` which streams they read.
+    """
     layers, chosen, chain = record.layers, request.layers is not None, None
     if chosen and not request.folds and not request.streams:
         return None
@@ -394,7 +407,7 @@ def _replayed(
             if request.folds:
                 raise
     if chain is None:
-        for layer in layers:  # each layer in the order in which it reads the tokens
+        for layer in layers:  # without a common order, each layer keeps its own
             layer.arrange(None, None)
         if request.folds or request.streams:
             note_streams(replays)
@@ -416,6 +429,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _listed(layers: Sequence[str | nn.Module] | None) -> list[str | nn.Module] | None:
+    """Return the option ``layers`` as a list, because tuples and lists are never equal."""
     return None if layers is None else list(layers)
 
 
@@ -431,8 +445,8 @@ class Sharing:
     def run(self, request: Request) -> Run:
         """Return the latest run if ``request`` has the same arguments; else run the model again."""
         if self._latest is not None and not is_doubted():
-            known = self._latest.request
-            if (known.streams or not request.streams) and request.same_as(known):
+            latest = self._latest.request
+            if (latest.streams or not request.streams) and request.same_as(latest):
                 return self._latest
         self._latest = None  # frees the old graph before the new run
         request = replace(request, graph=self._graph, streams=self._streams or request.streams)
@@ -461,15 +475,15 @@ def shared_forward(graph: Graph, *, streams: bool = False) -> Iterator[None]:
             which is enough to find queries.
         streams: whether to keep the residual stream entering each mixer's block. Default: False.
     """
-    before = _current.set(Sharing(graph, streams))
+    token = _current.set(Sharing(graph, streams))
     try:
         yield
     finally:
-        _current.reset(before)
+        _current.reset(token)
 
 
 def run_of(request: Request) -> Run:
-    """Return a traced forward run with these arguments; reuse a shared run if possible."""
+    """Return a traced forward run; inside :func:`shared_forward` reuse the latest if possible."""
     sharing = _current.get()
     return traced(request) if sharing is None or request.direct else sharing.run(request)
 

@@ -19,7 +19,7 @@ from ..call import checks
 from ..call.inputs import call_model
 from ..call.progress import bar, shown
 from ..call.targets import Against, SumTarget, logits_of
-from ..engine.linear_method import LinearMethod, answered
+from ..engine.linear_method import LinearMethod, answer_questions
 from ..engine.method import SSMAttribution
 from .codec import Codec
 from .hops import Row, SpanHop, follow
@@ -302,7 +302,7 @@ class SSMLLMAttribution(Attribution):
             )
             return found
 
-        return answered(ask(logits), answer)
+        return answer_questions(ask(logits), answer)
 
     def _without_sums(
         self,
