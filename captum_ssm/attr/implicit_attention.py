@@ -13,7 +13,7 @@ from ..tracing import Layer
 from .call.progress import shown
 from .call.query import Query
 from .engine import published
-from .engine.factors import Factors, each_factor, each_state
+from .engine.factors import Factors, prepare_factors, prepare_states
 from .engine.fold import carry
 from .engine.method import ImplicitMethod, options
 from .engine.run import Run
@@ -201,7 +201,7 @@ class ImplicitAttention(ImplicitMethod):
             One tensor (B, len(channels), N, L, L) per layer.  Bidirectional mixers have 2 N states,
             first of the forward direction, then of the backward direction, in the order of tokens.
         """
-        chosen, make = each_state(channels, components, verify)
+        chosen, make = prepare_states(channels, components, verify)
         return self._of_layers(inputs, layers, additional_forward_args, chosen, make)
 
     def factors(
@@ -225,5 +225,5 @@ class ImplicitAttention(ImplicitMethod):
             One :class:`~captum_ssm.attr.engine.selection.Factors` per layer, with the states in the
             order of :meth:`states`.
         """
-        chosen, make = each_factor(channels, simplified, verify)
+        chosen, make = prepare_factors(channels, simplified, verify)
         return self._of_layers(inputs, layers, additional_forward_args, chosen, make)

@@ -19,7 +19,7 @@ from ..tracing.quantized import is_quantized
 from .call import checks
 from .engine.cache import Cache
 from .engine.fold import verify_layer
-from .engine.memories import Memory, alike, memories_of
+from .engine.memories import Memory, head_ranges, memories_of
 from .engine.method import Explainer
 
 #: Largest number of elements of keys or values computed at a time (64 MiB in float32).
@@ -90,7 +90,7 @@ class StateMemory(Explainer):
                 # outside of this `with` a quantized layer computes other numbers
                 is_kept = layer.is_kept or any(map(is_quantized, layer.mixer.module.modules()))
                 kept = linear if is_kept else None
-                for heads in alike(linear.operator):
+                for heads in head_ranges(linear.operator):
                     one = range(heads.start, heads.start + 1)
                     values = linear.values[:, :, one.start : one.stop]
                     count = len(memories_of(linear.operator.select(one), values))

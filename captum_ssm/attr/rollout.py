@@ -14,7 +14,7 @@ from ..tracing import Layer
 from .call import checks
 from .call.query import Query
 from .engine import published
-from .engine.fold import LayerMatrix, fold, formed, scaled
+from .engine.fold import LayerMatrix, fold, scaled, stored
 from .engine.method import ImplicitMethod, options
 from .engine.run import Run
 from .engine.strips import Budget, MemoryBudget, in_strips, reduced
@@ -113,7 +113,7 @@ class ImplicitAttentionRollout(ImplicitMethod):
                     operator, chosen.reduce, budget, lambda strip: strip.entries.mul_(scale).abs_()
                 )
             matrix = scale * operator.dense(chosen.reduce)
-            return formed(_drop_smallest(matrix.abs() if absolute else matrix, discard_ratio))
+            return stored(_drop_smallest(matrix.abs() if absolute else matrix, discard_ratio))
 
         def relevance(run: Run) -> Tensor:
             if recipe == "published_code":

@@ -17,7 +17,7 @@ from ..tracing.gradients import recordable
 from .call import checks
 from .call.query import Query
 from .call.targets import Against
-from .engine.fold import LayerMatrix, fold, formed
+from .engine.fold import LayerMatrix, fold, stored
 from .engine.linear_method import coefficients
 from .engine.method import ImplicitMethod, options
 from .engine.run import Run
@@ -135,7 +135,7 @@ class TransformerAttribution(ImplicitMethod):
             propagated = dict(zip(run.layers, of_layers, strict=True))
 
             def step(layer: Layer, operator: Operator) -> LayerMatrix:
-                return formed(
+                return stored(
                     _beta(layer, operator, gradients[layer], propagated[layer], chosen.heads)
                 )
 

@@ -26,8 +26,8 @@ _TIMES, _MOST = 16, 0.25
 
 
 @dataclass(frozen=True, eq=False)
-class Alone:
-    """A plain run of forward_func without hooks, to compare explained output values with.
+class PlainRun:
+    """A plain run of forward_func without hooks, to compare explained values with.
 
     Attributes:
         request: the arguments of the run.
@@ -37,20 +37,20 @@ class Alone:
     request: Request
     limit: float
 
-    def require(self, explained: Sequence[tuple[Against, Tensor]]) -> None:
+    def require_equal(self, explained: Sequence[tuple[Against, Tensor]]) -> None:
         """Raise unless each explained value (B,) equals the value that forward_func returns."""
-        output = self.request.output_alone
-        size = output.detach().abs().nan_to_num(0, 0, 0).reshape(len(output), -1).amax(1)
-        for question, number in explained:
-            given, contrast = question.target, question.contrast
+        output = self.request.output_alone  # runs the model on the first use
+        largest = output.detach().abs().nan_to_num(0, 0, 0).reshape(len(output), -1).amax(1)
+        for question, value in explained:
+            target, contrast = question.target, question.contrast
             with unseen(), torch.no_grad():
-                real, _ = contrasted(output, given, contrast, self.request.kept)
-            off = (number - real.to(number)).abs() / size.to(number).clamp_min(1e-30)
-            if not at_most(off.max(), self.limit):
-                example = int(off.argmax())
+                plain, _ = contrasted(output, target, contrast, self.request.kept)
+            error = (value - plain.to(value)).abs() / largest.to(value).clamp_min(1e-30)
+            if not at_most(error.max(), self.limit):
+                example = int(error.argmax())
                 raise ReconstructionError(
-                    f"The explained run computes {float(number[example]):.4g} for target={given!r} "
-                    f"of example {example}, but forward_func returns {float(real[example]):.4g} "
+                    f"The explained run computes {float(value[example]):.4g} for target={target!r} "
+                    f"of example {example}, but forward_func returns {float(plain[example]):.4g} "
                     "in a plain run. Explained runs use no cache and record gradients. Does "
                     "forward_func split the inputs into chunks, or depend on gradient mode? Pass "
                     "the whole sequence to the model in one call, or verify=False to skip this "
@@ -58,17 +58,15 @@ class Alone:
                 )
 
 
-def alone(request: Request, calls: Mapping[Any, int], granted: float) -> Alone | None:
-    """Return the plain run to compare with; None if forward_func is the model and runs mixers once.
+def plain_run(request: Request, calls: Mapping[Any, int], tolerance: float) -> PlainRun | None:
+    """Return the plain run to compare with; None if the explained run is itself a plain run.
 
-    Args:
-        request: the arguments of the run.
-        calls: how many times each mixer was called.
-        granted: the largest tolerance with which an operator was checked.
+    It is one if forward_func is the model and runs each mixer once. ``calls`` counts the calls of
+    each mixer; ``tolerance`` is the largest one with which an operator was checked.
     """
     if request.is_model and max(calls.values()) == 1:
         return None
-    return Alone(request, min(_TIMES * len(calls) * granted, _MOST))
+    return PlainRun(request, min(_TIMES * len(calls) * tolerance, _MOST))
 
 
 def require_alone(
@@ -76,17 +74,12 @@ def require_alone(
 ) -> None:
     """Raise unless a traced run and a plain run compute the same explained values.
 
-    If forward_func is the model itself and runs each mixer once, nothing is compared: the traced
-    run is then the plain run.
-
-    Args:
-        run: the traced run.
-        verify: the ``verify`` option of ``attribute``. False skips the comparison.
-        explained: pairs of a target with its contrast, and the explained value (B,).
+    ``explained`` has pairs of a target with its contrast, and the explained value (B,). ``verify``
+    is the option of ``attribute``; False skips the comparison.
     """
     if verify is False:
         return
-    granted = max(layer.tolerance if verify is True else verify for layer in run.layers)
-    by_itself = alone(run.request, Counter(layer.mixer for layer in run.layers), granted)
-    if by_itself is not None:
-        by_itself.require(explained)
+    tolerance = max(layer.tolerance if verify is True else verify for layer in run.layers)
+    plain = plain_run(run.request, Counter(layer.mixer for layer in run.layers), tolerance)
+    if plain is not None:
+        plain.require_equal(explained)

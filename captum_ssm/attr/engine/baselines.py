@@ -27,7 +27,7 @@ def out_of_tuple(baselines: Baselines) -> Baselines:
     return baselines
 
 
-def one_each(baselines: Baselines, inputs: int) -> Sequence[Any]:
+def one_per_input(baselines: Baselines, inputs: int) -> Sequence[Any]:
     """Return a list with one baseline per input; raise if the user passed fewer or more."""
     if inputs == 1 or baselines is None:
         return [baselines, *[None] * (inputs - 1)]
@@ -43,53 +43,54 @@ def one_each(baselines: Baselines, inputs: int) -> Sequence[Any]:
 def baselines_of_others(network: Network, baselines: Sequence[Baseline]) -> list[Tensor | None]:
     """Return the baseline of each input after the first, in that input's shape; None for 0."""
     return [
-        None if each is None else _expanded(each, other.detach(), f"inputs[{number}]", "None")
-        for number, (each, other) in enumerate(zip(baselines, network.mode.others, strict=True), 1)
+        None if baseline is None else _expanded(baseline, x.detach(), f"inputs[{i}]", "None")
+        for i, (baseline, x) in enumerate(zip(baselines, network.mode.others, strict=True), 1)
     ]
 
 
 def baselines_of(network: Network, baselines: Baselines) -> list[Tensor]:
-    """Return a baseline per root, a tensor where the linear network begins; no baseline means 0."""
+    """Return one baseline per root, in the root's shape; an empty list means 0 everywhere."""
     roots = [x.detach() for x in network.roots]
     if baselines is None:
         return []
-    inner = network.begins is not None
+    starts_at_layer = network.begins is not None
     if isinstance(baselines, str):
         checks.choice("baselines", baselines, ("mean",))
         return [_mean(network, root) for root in roots]
-    looked_up = isinstance(baselines, Tensor) and not baselines.is_floating_point()
-    if isinstance(baselines, Tensor) and looked_up and baselines.dim() > 1 and not inner:
-        return network.mode.looked_up(baselines)
-    if len(roots) > 1:
+    is_integer = isinstance(baselines, Tensor) and not baselines.is_floating_point()
+    if isinstance(baselines, Tensor) and is_integer and baselines.dim() > 1 and not starts_at_layer:
+        return network.mode.looked_up(baselines)  # token ids: their embeddings in every table
+    if len(roots) > 1:  # a number or embeddings would not fit every table
         raise OptionError(
             f"baselines must be 'mean' or token ids, because the model looks up the token ids in "
             f"{len(roots)} embedding tables (such as an adapter's). Got {shown(baselines)}. Pass "
             "baselines='mean', or token ids."
         )
-    what, words, ids = "a layer", "None, 'mean'", ""
-    if not inner:
-        what, ids = "embeddings", ", token ids (if inputs are ids)"
-    return [_expanded(baselines, roots[0], what, words, ids)]
+    name, accepted, ids = "a layer", "None, 'mean'", ""
+    if not starts_at_layer:
+        name, ids = "embeddings", ", token ids (if inputs are ids)"
+    return [_expanded(baselines, roots[0], name, accepted, ids)]
 
 
-def _expanded(found: Any, start: Tensor, what: str, words: str, ids: str = "") -> Tensor:
-    """Expand a scalar or a tensor to a baseline in the shape of the input ``start``.
+def _expanded(baseline: Any, like: Tensor, name: str, accepted: str, ids: str = "") -> Tensor:
+    """Expand a baseline (a scalar or tensor) to the shape of the tensor that it replaces, ``like``.
 
-    In the error, ``what`` names the input; ``words`` and ``ids`` are further accepted forms.
+    In the error, ``name`` is that tensor; ``accepted`` and ``ids`` are further accepted forms.
     """
+    # a value that cannot be converted is refused below, like one that is not finite
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
-        baseline = torch.as_tensor(found).to(start).expand_as(start)
-        if not isinstance(found, bool) and bool(baseline.isfinite().all()):
-            return baseline
-    got = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+        expanded = torch.as_tensor(baseline).to(like).expand_as(like)
+        if not isinstance(baseline, bool) and bool(expanded.isfinite().all()):
+            return expanded
+    got = f"a tensor {tuple(baseline.shape)}" if isinstance(baseline, Tensor) else repr(baseline)
     raise OptionError(
-        f"baselines={got} cannot replace {what} of shape {tuple(start.shape)}. Pass {words}, "
+        f"baselines={got} cannot replace {name} of shape {tuple(like.shape)}. Pass {accepted}, "
         f"a finite number{ids}, or a tensor of that shape."
     )
 
 
 def _mean(network: Network, root: Tensor) -> Tensor:
-    """Return each example's mean, repeated to the shape of ``root``.
+    """Return each example's mean, expanded to the shape of ``root``.
 
     It is the mean over unpadded tokens for (B, L, E), or (B, L, H, P) of heads; over pixels for
     (B, C, H, W); over all values for (B, F).
@@ -103,12 +104,12 @@ def _mean(network: Network, root: Tensor) -> Tensor:
                 f"layer of shape (B, L, E), but layer {site.name!r} has shape "
                 f"{tuple(root.shape)}. Pass a number, or a tensor of that shape."
             )
-        first = 1 if root.dim() < 4 else 2  # an image keeps its channels
-        return root.mean(tuple(range(first, root.dim())), keepdim=True).expand_as(root)
+        first_dim = 1 if root.dim() < 4 else 2  # an image keeps its channels
+        return root.mean(tuple(range(first_dim, root.dim())), keepdim=True).expand_as(root)
     keep = root.new_ones(root.shape[:2])
     if mask is not None and mask.shape == root.shape[:2]:
         keep = mask.to(root)
-    each = root.flatten(2)
-    total = keep.sum(1).clamp_min(1)[:, None, None]
-    mean = (each * keep[..., None]).sum(1, keepdim=True) / total
-    return mean.expand_as(each).view_as(root)
+    features = root.flatten(2)
+    count = keep.sum(1).clamp_min(1)[:, None, None]
+    mean = (features * keep[..., None]).sum(1, keepdim=True) / count
+    return mean.expand_as(features).view_as(root)

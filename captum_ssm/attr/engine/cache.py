@@ -54,13 +54,13 @@ class Cache(NamedTuple):
 
         The whole value is lost at one token, directly after the last token that attends to it.
         """
-        end = 1 + self._last_reader(source)  # (B, H)
-        at = torch.arange(self.value.shape[1], device=end.device)
-        gone = (at == end[..., None]) & (at <= token) & (end > source)[..., None]
-        return gone * self._sizes()[..., source, None]
+        erasure = 1 + self._last_reader(source)  # (B, H)
+        t = torch.arange(self.value.shape[1], device=erasure.device)
+        is_erased = (t == erasure[..., None]) & (t <= token) & (erasure > source)[..., None]
+        return is_erased * self._sizes()[..., source, None]
 
     def without(self, source: int, token: int) -> Tensor:
-        """Return the source value's norm (B, H, L) if a token did not erase it, for each token."""
+        """Return for each token t the norm of the source's value if t did not erase it, (B, H, L)."""
         return self.sizes(token)[..., source, None] + self.erased(source, token)
 
     def half_lives(self) -> Tensor:
@@ -77,19 +77,19 @@ class Cache(NamedTuple):
         return torch.stack([(value @ weight).norm(dim=-1) for value, weight in pairs], 1)
 
     def _is_cached(self, token: int) -> Tensor:
-        """Return 1 for tokens (B, H, L) that the cache holds after ``token``, else 0."""
-        read = self.matrices[:, :, token:].amax(-2) > 0
-        read[..., token + 1 :] = False
-        return read.to(self.value)
+        """Return 1 for tokens that the cache holds after ``token``, else 0, (B, H, L)."""
+        is_read = self.matrices[:, :, token:].amax(-2) > 0
+        is_read[..., token + 1 :] = False  # later tokens are not in the cache yet
+        return is_read.to(self.value)
 
     def _last_reader(self, source: int) -> Tensor:
         """Return the last token that attends to ``source`` (B, H), or -1 if no token does."""
-        at = torch.arange(self.value.shape[1], device=self.value.device)
-        readers: Tensor = torch.where(self.matrices[..., source] > 0, at, -1)
+        positions = torch.arange(self.value.shape[1], device=self.value.device)
+        readers: Tensor = torch.where(self.matrices[..., source] > 0, positions, -1)
         return readers.amax(-1)
 
 
 def is_causal(attention: DenseHeads) -> bool:
     """Return True if no token attends to a later token, which a cache requires."""
     strips = torch.split(attention.matrices[:, 0], _ROWS, 1)  # no copy of a whole matrix
-    return not any(bool(x.triu(1 + i * _ROWS).any()) for i, x in enumerate(strips))
+    return not any(bool(strip.triu(1 + i * _ROWS).any()) for i, strip in enumerate(strips))

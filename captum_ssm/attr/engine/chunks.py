@@ -118,7 +118,7 @@ class _Sequence:
         #: the number of chunks that reach the targets
         self._reaching = sum(chunk.start <= kept.positions[-1] for chunk in self._chunks)
         self._borders: list[_Border] = []  #: the border before each chunk
-        self._granted = 0.0  #: the largest tolerance of any chunk's operators
+        self._granted = 0.0  #: the tolerance for logits, from the tolerances of all operators
         self._sums: list[Tensor] = []  #: the sum of each root over all tokens so far, (1, 1, ...)
         #: the tokens of the first two chunks at which a plain run is compared
         self._checked = sorted(
@@ -248,15 +248,10 @@ class _Sequence:
     def _backward(
         self, chunk: range, border: _Border, grads_after: Mapping[_Number, _Gradients]
     ) -> dict[_Number, _Gradients]:
-        """Run a chunk again, and add its part of each decomposition.
+        """Run a chunk again, and add its part of each number's decomposition to :attr:`numbers`.
 
-        Args:
-            chunk: the chunk.
-            border: the border before the chunk.
-            grads_after: the gradients of each number at the cache after the chunk.
-
-        Returns:
-            The gradients of each number at the cache before the chunk.
+        ``grads_after`` has each number's gradients at the cache after the chunk. Return the
+        gradients at the cache before the chunk.
         """
         indices = [i for i, position in enumerate(self._kept.positions) if position in chunk]
         positions = [self._kept.positions[i] for i in indices]
@@ -265,8 +260,9 @@ class _Sequence:
             baselines = self._baselines_of(network, chunk)
             for number, parts in self.numbers.items():
                 at_logits = number.at_logits[:, indices]
-                arguments = network, carried, output, at_logits, grads_after[number], baselines
-                part, grads_before[number] = self._decompose(*arguments)
+                part, grads_before[number] = self._decompose(
+                    network, carried, output, at_logits, grads_after[number], baselines
+                )
                 parts.insert(0, part)
         return grads_before
 
@@ -279,15 +275,10 @@ class _Sequence:
         grads_after: _Gradients,
         baselines: Sequence[Tensor],
     ) -> tuple[Decomposition, _Gradients]:
-        """Decompose the part of a number that passes a chunk.
+        """Decompose the part of a number that passes a chunk; return also the gradients before it.
 
-        Args:
-            at_logits: the number's gradient at the chunk's logits (1, K, V).
-            grads_after: the number's gradients at the cache after the chunk.
-            baselines: a baseline for each root of the network.
-
-        Returns:
-            The part of the decomposition, and the gradients at the cache before the chunk.
+        These are the number's gradients at the cache before the chunk; ``grads_after`` are at the
+        cache after the chunk, and ``at_logits`` at the chunk's logits (1, K, V).
         """
         of_cache = [x for x in tensors_of(carried.cache) if x.is_floating_point()]
         after = [*of_cache, *chain.from_iterable(carried.left)]
@@ -402,8 +393,7 @@ class _Border:
 class _Prefix:
     """The first ``size`` entries along a dimension of a tensor that later borders may replace.
 
-    The list ``whole`` has one tensor. Prefixes of the same tensor share the list, so that a longer
-    tensor replaces it for all.
+    Prefixes of one tensor share the list ``whole`` of this tensor, so each sees a replacement.
     """
 
     whole: list[Tensor]

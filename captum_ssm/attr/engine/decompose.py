@@ -230,6 +230,7 @@ def _stream_and_mixer(
     """
 
     def relevance(x: Tensor, gradient: Tensor | None) -> Tensor:
+        """Return gradient times ``x``, for tokens in the order of the mixer's output."""
         product = torch.zeros_like(x) if gradient is None else gradient * x.detach()
         by_feature = _as_sequence(product, step.output)
         return by_feature if features else by_feature.flatten(min(2, by_feature.dim() - 1)).sum(-1)
@@ -266,10 +267,8 @@ def _with_others(
 ) -> Decomposition:
     """Add the relevance of the inputs after the first to a decomposition.
 
-    Args:
-        baselines: the baseline of each input after the first; None for 0.
-        gradients_by_example: for each backward pass (one per example, or one for a single example),
-            the gradients at all of ``others``.
+    ``baselines`` has one entry per such input, None for 0. ``gradients_by_example`` has for each
+    backward pass (one per example) the gradients at all of ``others``.
     """
     values = [x.detach() for x in others]
     start_values = [
@@ -343,10 +342,7 @@ def _by_role(
 ) -> dict[Role, Tensor]:
     """Return the relevance of tokens (B, L) for each role; the sum over roles is ``tokens``.
 
-    Args:
-        network, output, by_label: the arguments of :func:`decompose`.
-        differences: the result of :func:`changes`.
-        tokens: the relevance of tokens (B, L).
+    ``differences`` is the result of :func:`changes`; see :func:`decompose` for other arguments.
     """
     labels, carried = network.mode.labels, network.carried
     tensors = [*network.roots, *(() if carried is None else carried.leaves)]
@@ -382,22 +378,12 @@ def _by_role(
 
 
 def account(
-    mode: Linearizing,
-    output: Tensor,
-    constant: Tensor | None,
-    tensors: Sequence[Tensor],
+    mode: Linearizing, output: Tensor, constant: Tensor | None, tensors: Sequence[Tensor]
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return gradients of an output, and the contributions of constants, by one backward pass.
+    """Run one backward pass from an output (B,), and return the gradients at ``tensors``.
 
-    Args:
-        mode: the linearization rules of the run, and the constants in its graph.
-        output: the number to explain per example (B,).
-        constant: a summand of the output that no module added (B,), or None.
-        tensors: the tensors whose gradients are returned.
-
-    Returns:
-        The gradients at ``tensors``, zeros if none arrives; and the contributions of constants
-        (B,), by the name of the module that adds them.
+    Gradients are zeros where none arrives. Also return the contributions of constants (B,), by the
+    name of the module that adds them. ``constant`` is a summand that no module added, or None.
     """
     biases: dict[str, Tensor] = {} if constant is None else {"output": constant.detach()}
 
@@ -516,7 +502,7 @@ def not_linear(output: Tensor) -> NotLinearError:
             f"The model's output is so small that products in {output.dtype} underflow. Pass "
             "model.double(), or choose a target with a larger output."
         )
-    names: set[str] = set()
+    names: set[str] = set()  # of custom autograd functions in the graph
     visited: set[Any] = set()
     pending: list[Any] = [output.grad_fn]
     while pending:

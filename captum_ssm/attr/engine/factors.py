@@ -7,6 +7,7 @@ This module checks the user's options. The computation is in
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -20,13 +21,16 @@ from .run import Run
 from .selection import Factors, selection_factors
 from .states import Term, products_of, state_matrices, terms_of
 
-__all__ = ["Factors", "each_factor", "each_state"]
+__all__ = ["Factors", "prepare_factors", "prepare_states"]
+
+#: The options for all heads and layers, with one matrix per channel.
+_options = partial(
+    options, reduce=None, heads=None, start_layer=0, recipe="paper", keep_channels=True
+)
 
 
-def each_state(
-    channels: Sequence[int],
-    components: str | Collection[str],
-    verify: bool | float,
+def prepare_states(
+    channels: Sequence[int], components: str | Collection[str], verify: bool | float
 ) -> tuple[Options, Callable[[Run, Layer], Tensor]]:
     """Check the options of ``states()``; return them, and a function that computes the matrices.
 
@@ -40,18 +44,18 @@ def each_state(
             "scan, which has the states, and not the skip, which bypasses them. Pass 's6', "
             "'unified', or a set such as {'scan', 'gate'}; matrices() takes any components."
         )
-    wanted = _checked(channels)
-    chosen = options(names, None, None, 0, "paper", verify, keep_channels=True)
+    indices = _channel_indices(channels)
+    matrix_options = _options(names, verify=verify)
 
     def make(run: Run, layer: Layer) -> Tensor:
-        operator = chosen.operator(layer)
-        found = state_matrices(_terms(layer, operator), _counted(wanted, layer, operator))
-        return found.to(run.request.inputs.device)
+        operator = matrix_options.operator(layer)
+        from_0 = _nonnegative_channels(indices, layer, operator)
+        return state_matrices(_terms(layer, operator), from_0).to(run.request.inputs.device)
 
-    return chosen, make
+    return matrix_options, make
 
 
-def each_factor(
+def prepare_factors(
     channels: Sequence[int], simplified: bool, verify: bool | float
 ) -> tuple[Options, Callable[[Run, Layer], Factors]]:
     """Check the options of ``factors()``; return them, and a function that computes the factors.
@@ -59,23 +63,23 @@ def each_factor(
     The function returns the factors given a run and one of its layers. With ``simplified``, relu
     replaces softplus.
     """
-    wanted = _checked(channels)
+    indices = _channel_indices(channels)
     checks.flags(simplified=simplified)
-    chosen = options("s6", None, None, 0, "paper", verify, keep_channels=True)
+    matrix_options = _options("s6", verify=verify)
 
     def make(run: Run, layer: Layer) -> Factors:
-        operator = chosen.operator(layer)
-        counted = _counted(wanted, layer, operator)
-        factors = selection_factors(_terms(layer, operator), counted, simplified)
+        operator = matrix_options.operator(layer)
+        from_0 = _nonnegative_channels(indices, layer, operator)
+        factors = selection_factors(_terms(layer, operator), from_0, simplified)
         if factors is None:
             raise OptionError(
                 f"factors() needs a selective scan with a step size dt, as in Mamba and Mamba-2, "
-                f"but layer {layer.name!r} ({layer.architecture}) has {_kinds(operator)}. Use "
+                f"but layer {layer.name!r} ({layer.architecture}) has {_classes(operator)}. Use "
                 "states(), or pass layers=[...] without this layer."
             )
         return factors.to(run.request.inputs.device)
 
-    return chosen, make
+    return matrix_options, make
 
 
 def _terms(layer: Layer, operator: Operator) -> list[Term]:
@@ -85,32 +89,32 @@ def _terms(layer: Layer, operator: Operator) -> list[Term]:
         raise OptionError(
             f"Layer {layer.name!r} ({layer.architecture}) has no separate states. A layer must be "
             "a recurrence with a diagonal decay (SelectiveScan, ScalarDecayHeads, "
-            f"VectorDecayHeads), but this one is {_kinds(operator)}. Pass layers=[...] without "
+            f"VectorDecayHeads), but this one is {_classes(operator)}. Pass layers=[...] without "
             "this layer, or use matrices(reduce=None), which returns one matrix per channel of any "
             "layer."
         )
     return terms
 
 
-def _kinds(operator: Operator) -> str:
+def _classes(operator: Operator) -> str:
     """Return the class names of the operators that mix tokens, for an error."""
     parts = (part for product in products_of(operator) for part in product)
-    kinds = {type(part).__name__ for part in parts if not isinstance(part, Diagonal)}
-    return " and ".join(sorted(kinds)) or "no recurrence"
+    names = {type(part).__name__ for part in parts if not isinstance(part, Diagonal)}
+    return " and ".join(sorted(names)) or "no recurrence"
 
 
-def _checked(channels: Sequence[int]) -> tuple[int, ...]:
+def _channel_indices(channels: Sequence[int]) -> tuple[int, ...]:
     """Return the option ``channels`` as a tuple of at least one integer."""
-    wanted = checks.integers("channels", channels, "channels")
-    if not wanted:
+    indices = checks.integers("channels", channels, "channels")
+    if not indices:
         raise OptionError(
             f"channels={channels!r} must list at least one channel, for example channels=[0, 5]. "
             "A channel has an L x L matrix for every state, so name the channels you need."
         )
-    return wanted
+    return indices
 
 
-def _counted(channels: Sequence[int], layer: Layer, operator: Operator) -> list[int]:
+def _nonnegative_channels(channels: Sequence[int], layer: Layer, operator: Operator) -> list[int]:
     """Return nonnegative channel indices; raise if the layer lacks one of the channels."""
     count = operator.shape.heads * operator.shape.per_head
     outside = [channel for channel in channels if not -count <= channel < count]

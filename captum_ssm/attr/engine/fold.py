@@ -81,19 +81,16 @@ class LayerMatrix:
     matvec: Callable[[Tensor], Tensor]
     normalized: Callable[[Tensor], Tensor] | None = None
 
-    def carried(self, row: Tensor, normalize_rows: bool, has_stream: bool = True) -> Tensor:
-        """Return relevance ``row`` (B, L) times I + M.
+    def multiply_row(self, row: Tensor, normalize_rows: bool, has_stream: bool = True) -> Tensor:
+        """Return relevance ``row`` (B, L) of the layer's output tokens, times I + M.
 
-        Args:
-            row: relevance of the layer's output tokens.
-            normalize_rows: whether each row of I + M is divided by its sum.
-            has_stream: whether the layer has a residual stream; if not, the identity I is left
-                out. Default: True.
+        With ``normalize_rows`` each row of I + M is divided by its sum. A layer without a residual
+        stream has no identity I.
         """
         if normalize_rows and self.normalized is not None and has_stream:
             return self.normalized(row)
         if normalize_rows:
-            row = row / (has_stream + self.matvec(torch.ones_like(row)))
+            row = row / (has_stream + self.matvec(torch.ones_like(row)))  # the sums of I + M
         return row + self.rmatvec(row) if has_stream else self.rmatvec(row)
 
 
@@ -101,8 +98,8 @@ class LayerMatrix:
 MatrixMaker = Callable[[Layer, Operator], LayerMatrix]
 
 
-def formed(matrix: Tensor) -> LayerMatrix:
-    """Wrap a matrix (B, L, L) that is kept in memory as a :class:`LayerMatrix`."""
+def stored(matrix: Tensor) -> LayerMatrix:
+    """Wrap a matrix (B, L, L) in memory as a :class:`LayerMatrix`."""
     return LayerMatrix(
         lambda row: torch.bmm(row.unsqueeze(1), matrix).squeeze(1),
         lambda column: matmul(matrix, column.unsqueeze(-1)).squeeze(-1),
@@ -130,17 +127,17 @@ def fold(
     their token counts, :func:`carry` converts the relevance. The result is relevance of the first
     layer's tokens, even if ``start_layer`` leaves this layer out.
     """
-    at = layers[-1]
+    current = layers[-1]
     with torch.no_grad():
         for stage in shown(stages(options.used(layers))[::-1]):
             mixing = _join([(layer, step(layer, options.operator(layer))) for layer in stage])
-            row = carry(row.to(stage[-1].values), at, stage[-1])
-            at = stage[-1]
-            row = mixing.carried(row, normalize_rows, at.has_stream)
-            if not are_noted(row):
-                check_row(row, at)
+            row = carry(row.to(stage[-1].values), current, stage[-1])
+            current = stage[-1]
+            row = mixing.multiply_row(row, normalize_rows, current.has_stream)
+            if not are_noted(row):  # noted checks are read once, at the end
+                check_row(row, current)
         # a row that is not finite makes all later rows not finite, so the last check is enough
-        return carry(check_row(row, at), at, layers[0])
+        return carry(check_row(row, current), current, layers[0])
 
 
 def carry(row: Tensor, later: Layer, earlier: Layer) -> Tensor:
@@ -171,11 +168,11 @@ def stages(layers: Sequence[Layer]) -> list[list[Layer]]:
     """
     out: list[list[Layer]] = []
     for layer in layers:
-        before = out[-1][-1] if out else None
-        together = before is not None and (
-            before.joins == "feeds"
-            or (before.stage is not None and before.stage == layer.stage)
-            or (before.joins == layer.joins == "parallel" and before.block is layer.block)
+        previous = out[-1][-1] if out else None
+        together = previous is not None and (
+            previous.joins == "feeds"
+            or (previous.stage is not None and previous.stage == layer.stage)
+            or (previous.joins == layer.joins == "parallel" and previous.block is layer.block)
         )
         if together:
             out[-1].append(layer)
@@ -186,23 +183,23 @@ def stages(layers: Sequence[Layer]) -> list[list[Layer]]:
 
 def _join(stage: Sequence[tuple[Layer, LayerMatrix]]) -> LayerMatrix:
     """Add the matrices of parallel layers; if a layer F feeds a layer M, use M (I + F) for both."""
-    *earlier, (_, mixing) = stage
+    *earlier, (_, last) = stage
     if not earlier:
-        return mixing
-    fed = [m for layer, m in earlier if layer.joins == "feeds"]
-    beside = [m for layer, m in earlier if layer.joins != "feeds"]
+        return last
+    feeding = [matrix for layer, matrix in earlier if layer.joins == "feeds"]
+    parallel = [matrix for layer, matrix in earlier if layer.joins != "feeds"]
 
     def rmatvec(row: Tensor) -> Tensor:
-        out = mixing.rmatvec(row)
-        for branch in reversed(fed):
+        out = last.rmatvec(row)
+        for branch in reversed(feeding):
             out = out + branch.rmatvec(out)
-        return sum((branch.rmatvec(row) for branch in beside), out)
+        return sum((branch.rmatvec(row) for branch in parallel), out)
 
     def matvec(column: Tensor) -> Tensor:
         out = column
-        for branch in fed:
+        for branch in feeding:
             out = out + branch.matvec(out)
-        return sum((branch.matvec(column) for branch in beside), mixing.matvec(out))
+        return sum((branch.matvec(column) for branch in parallel), last.matvec(out))
 
     return LayerMatrix(rmatvec, matvec)
 

@@ -28,8 +28,8 @@ from ..call.targets import (
     several,
     target_index,
 )
-from .alone import Alone, alone
-from .baselines import Baselines, baselines_of, baselines_of_others, one_each
+from .alone import PlainRun, plain_run
+from .baselines import Baselines, baselines_of, baselines_of_others, one_per_input
 from .chunks import in_chunks
 from .decompose import (
     Decomposition,
@@ -101,11 +101,8 @@ class LinearMethod(SSMAttribution):
     def _delta(self, found: OutputParts, explained: Sequence[Tensor], attributions: Any) -> Tensor:
         """Return output - attributions - biases (B,) for the user's ``attributions``.
 
-        Args:
-            found: the decomposition of the output, whose delta is the start.
-            explained: its relevance for each input. The sum of ``explained`` minus
-                ``attributions`` is added; the part of further inputs is divided among examples.
-            attributions: the user's attributions, for each input.
+        That is the delta of ``found``, plus the sums of its relevance ``explained`` (a tensor per
+        input) minus ``attributions``. The part of further inputs is divided equally by example.
         """
         given_first, given_others = several_inputs(attributions, "attributions")
         if 1 + len(given_others) != len(explained):
@@ -224,9 +221,9 @@ def decompositions(
         sizes = [tokens // parts for parts in (4, 16, 64) if tokens // parts >= _FEW_TOKENS]
         in_parts = [(_in_chunks_of(most), partial(run, None, most)) for most in sizes]
         return as_memory_allows(run, None, in_parts if len(request.inputs) == 1 else ())
-    results, alone_run = _decompose_in_one_run(request, questions, rules, baselines)
-    if alone_run is not None:
-        alone_run.require([(q, x.output) for q, x in zip(questions, results, strict=True)])
+    results, plain = _decompose_in_one_run(request, questions, rules, baselines)
+    if plain is not None:
+        plain.require_equal([(q, x.output) for q, x in zip(questions, results, strict=True)])
     return results
 
 
@@ -239,7 +236,7 @@ def _in_chunks_of(tokens: int) -> str:
 
 def _decompose_in_one_run(
     request: Request, questions: Sequence[Against], rules: Rules, baselines: Baselines
-) -> tuple[list[Decomposition], Alone | None]:
+) -> tuple[list[Decomposition], PlainRun | None]:
     """Decompose each target; if sums are wrong in a batch, repeat with one pass per example.
 
     Also return the plain run to compare with, which runs later: the graph is then freed.
@@ -252,17 +249,19 @@ def _decompose_in_one_run(
             arguments = (network, output, kept, questions, rules, baselines)
             results = _decompose_each(*arguments, one_pass_per_example=True)
             exact = all(is_exact(result, one_pass_per_example=True) for result in results)
-        alone_run = alone_of(request, rules, network, kept)
+        plain = plain_run_of(request, rules, network, kept)
     if not exact:
         raise not_linear(output)
-    return results, alone_run
+    return results, plain
 
 
-def alone_of(request: Request, rules: Rules, network: Network, kept: Kept | None) -> Alone | None:
+def plain_run_of(
+    request: Request, rules: Rules, network: Network, kept: Kept | None
+) -> PlainRun | None:
     """Return the plain run to compare explained values with; None if no comparison is needed."""
     if rules.verify is False or not rules.constants or request.ends is not None:
         return None
-    return alone(replace(request, kept=kept), network.calls, network.granted)
+    return plain_run(replace(request, kept=kept), network.calls, network.granted)
 
 
 def in_turn(
@@ -308,9 +307,9 @@ def in_turn(
             return decomposition
 
         result = answer_questions(ask(lambda: logits), answer)
-        alone_run = alone_of(request, rules, network, kept)
-    if alone_run is not None:
-        alone_run.require(explained)
+        plain = plain_run_of(request, rules, network, kept)
+    if plain is not None:
+        plain.require_equal(explained)
     return result
 
 
@@ -338,7 +337,7 @@ def _decompose_each(
 ) -> list[Decomposition]:
     """Decompose the value of each target; ``output`` has logits only at ``kept`` positions."""
     values = numbers_of(network, output, kept, questions)
-    first_baseline, *other_baselines = one_each(baselines, 1 + len(network.mode.others))
+    first_baseline, *other_baselines = one_per_input(baselines, 1 + len(network.mode.others))
     options: dict[str, Any] = {
         "baselines": start_of(network, rules, first_baseline),
         "other_baselines": baselines_of_others(network, other_baselines),
@@ -383,13 +382,10 @@ def start_of(network: Network, rules: Rules, baselines: Baselines) -> list[Tenso
 def coefficients(
     request: Request, questions: Sequence[Against], rule: Rule = "half", recompute: bool = False
 ) -> list[tuple[Tensor, list[Tensor]]]:
-    """Return each target's gradients at the mixers' outputs in the linear network.
+    """Return for each target the explained value (B,), and its gradients at mixers' outputs.
 
-    A mixer output's relevance is the output times this gradient. With ``recompute`` blocks run
-    again in backward passes.
-
-    Returns:
-        For each target the explained value (B,), and one tensor (B, L, E) per mixer call, in order.
+    There is one gradient (B, L, E) per mixer call, in order. A mixer output's relevance is the
+    output times this gradient. With ``recompute`` blocks run again in backward passes.
     """
     rules = Rules(rule, constants=True, by_layer=True, verify=False, recompute=recompute)
     with _linear_run(request, rules) as (network, output):
@@ -405,8 +401,7 @@ def linear_run(
 ) -> Iterator[tuple[Network, Tensor, Kept | None]]:
     """Run the linear network, with the model's head at only the positions of the targets.
 
-    Yields:
-        The network, its output, and the positions of the output (None for all).
+    Yield the network, its output, and the positions of the output (None for all).
     """
     begins = () if request.begins is None else (request.begins,)
     needed = [site.module for site in (*begins, *request.cuts)]
@@ -423,10 +418,7 @@ def linear_run(
 
 @contextmanager
 def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tensor]]:
-    """Run the linear network; yield the network and its output, or the value ``request.ends``.
-
-    Torch functions inside the ``with`` are not part of the network.
-    """
+    """Run the linear network; yield the network and its output, or the value ``request.ends``."""
     # a look-up of the explained ids is recognized by their memory, which nothing else may share
     if not request.inputs.is_floating_point():
         ids = request.inputs.clone(memory_format=torch.contiguous_format)
@@ -453,7 +445,7 @@ def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tenso
         if request.ends is not None:
             activation = network.met(request.ends.site)
             output = request.ends.value_of(activation.tensors, network.mask)
-        with unseen():
+        with unseen():  # the caller's functions are not part of the network
             yield network, output
 
 

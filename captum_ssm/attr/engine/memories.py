@@ -83,31 +83,31 @@ class Memory(NamedTuple):
         """Return the index of the step that reads ``token``."""
         return int((self.order == token).nonzero()[0, 0])
 
-    def kept(self, token: int) -> Tensor:
+    def decayed_keys(self, token: int) -> Tensor:
         """Return the decayed keys K[token, j] of all tokens j, (B, L, H, N); 0 for later tokens."""
         step = self.step_of(token)
-        found = torch.zeros_like(self.key)
-        found[:, : step + 1] = self._kept_by_decay(step) if self.fades else self._kept_by_step(step)
-        return found[:, self.order.argsort()]
+        keys = torch.zeros_like(self.key)
+        keys[:, : step + 1] = self._keys_by_decay(step) if self.fades else self._keys_by_step(step)
+        return keys[:, self.order.argsort()]  # from steps to tokens
 
     def states(self, tokens: Sequence[int]) -> Tensor:
         """Return the state after each of T tokens, (B, T, H, N, P), in one pass over the steps."""
         batch, _, heads, width = self.key.shape
         state = self.key.new_zeros(batch, heads, width, self.value.shape[-1])
-        found, start = {}, 0
+        states, start = {}, 0
         for step in sorted(map(self.step_of, tokens)):
             steps = slice(start, step + 1)
-            if step >= start:
-                run = self._run_by_decay if self.fades else self._run_by_step
-                state = run(state, steps)
-            found[step], start = state, step + 1
-        return torch.stack([found[self.step_of(token)] for token in tokens], 1)
+            if step >= start:  # else the token is in ``tokens`` twice
+                advance = self._advance_by_decay if self.fades else self._advance_by_step
+                state = advance(state, steps)
+            states[step], start = state, step + 1
+        return torch.stack([states[self.step_of(token)] for token in tokens], 1)
 
     def sizes(self, token: int) -> Tensor:
         """Return the norm (B, H, L) of each token's share in the state after ``token``."""
         value = self.value[:, self.order.argsort()]
-        found: Tensor = self.kept(token).norm(dim=-1) * value.norm(dim=-1)
-        return found.transpose(1, 2)
+        sizes: Tensor = self.decayed_keys(token).norm(dim=-1) * value.norm(dim=-1)
+        return sizes.transpose(1, 2)
 
     def erased(self, source: int, token: int) -> Tensor:
         """Return the loss of the source's share at each token up to ``token``, (B, H, L).
@@ -117,12 +117,12 @@ class Memory(NamedTuple):
         is the decrease of the component along the original share, which may be negative.
         """
         first, last = self.step_of(source), self.step_of(token)
-        found = self.key.new_zeros(*self.key.shape[:3]).transpose(1, 2)  # (B, H, L)
+        loss = self.key.new_zeros(*self.key.shape[:3]).transpose(1, 2)  # (B, H, L)
         if last > first:
-            size = self.value[:, first].norm(dim=-1)  # (B, H)
-            erased = self._erased_by_decay if self.fades else self._erased_by_step
-            found[..., first + 1 : last + 1] = erased(first, last) * size[..., None]
-        return found[..., self.order.argsort()]
+            value_norm = self.value[:, first].norm(dim=-1)  # (B, H)
+            loss_of_key = self._erased_by_decay if self.fades else self._erased_by_step
+            loss[..., first + 1 : last + 1] = loss_of_key(first, last) * value_norm[..., None]
+        return loss[..., self.order.argsort()]
 
     def without(self, source: int, token: int) -> Tensor:
         """Return the norm of the source's share if one token's step had not changed the state.
@@ -134,59 +134,64 @@ class Memory(NamedTuple):
         if last < first:
             return self.key.new_zeros(*self.key.shape[:3]).transpose(1, 2)
         between = range(first + 1, last + 1)
-        skip = self._skip_by_decay if self.fades else self._skip_by_step
-        each, whole = skip(first, between)
-        found: Tensor = whole.norm(dim=-1)[..., None].repeat(1, 1, self.key.shape[1])  # (B, H, L)
+        keys_without = self._keys_without_by_decay if self.fades else self._keys_without_by_step
+        without_each, decayed = keys_without(first, between)
+        norms: Tensor = decayed.norm(dim=-1)[..., None].repeat(1, 1, self.key.shape[1])  # (B, H, L)
         if between:
-            found[..., between.start : between.stop] = each.norm(dim=-1)
-        found *= self.value[:, first].norm(dim=-1)[..., None]
-        return found[..., self.order.argsort()]
+            norms[..., between.start : between.stop] = without_each.norm(dim=-1)
+        norms *= self.value[:, first].norm(dim=-1)[..., None]
+        return norms[..., self.order.argsort()]
 
     def half_lives(self) -> Tensor:
         """Return the half-life of a share in tokens, from the mean log decay (B, H, 1 or N).
 
         Steps that reset the state to 0 are left out of the mean.
         """
-        counted = self.log_decay > _RESET
-        total = self.log_decay.where(counted, 0).sum(1)
-        mean = total / counted.sum(1).clamp_min(1)
+        is_counted = self.log_decay > _RESET
+        total = self.log_decay.where(is_counted, 0).sum(1)
+        mean = total / is_counted.sum(1).clamp_min(1)
+        # without decay the half-life is very large, but finite
         return math.log(2) / -mean.clamp_max(-torch.finfo(mean.dtype).tiny)
 
     # --- T diagonal: sums of logarithms ------------------------------------------------------
 
-    def _kept_by_decay(self, step: int) -> Tensor:
+    def _keys_by_decay(self, step: int) -> Tensor:
         """Return the decayed keys K[step, j] for j = 0 to ``step``, if T is diagonal."""
         return _sums_after(self.log_decay[:, : step + 1]).exp() * self.key[:, : step + 1]
 
-    def _run_by_decay(self, state: Tensor, steps: slice) -> Tensor:
+    def _advance_by_decay(self, state: Tensor, steps: slice) -> Tensor:
         """Run some steps from a state (B, H, N, P), and return the new state, if T is diagonal."""
         logs = self.log_decay[:, steps]
         written = _sums_after(logs).exp() * self.key[:, steps]
         faded = logs.sum(1).exp()[..., None] * state
         return torch.einsum("bjhn,bjhp->bhnp", written, self.value[:, steps]).add_(faded)
 
-    def _skip_by_decay(self, first: int, between: range) -> tuple[Tensor, Tensor]:
-        """Return the key of step ``first``, decayed by all of S steps but one, and by all steps."""
+    def _keys_without_by_decay(self, first: int, between: range) -> tuple[Tensor, Tensor]:
+        """Return the key of step ``first`` (B, H, S, N), decayed by all of S steps but one each.
+
+        Also return the key decayed by all S steps, (B, H, N).
+        """
         logs = self.log_decay[:, between.start : between.stop]
-        before = logs.cumsum(1).roll(1, 1)  # a difference of sums would cancel a reset
-        before[:, :1] = 0
-        each = (before + _sums_after(logs)).exp() * self.key[:, first, None]
-        return each.transpose(1, 2), logs.sum(1).exp() * self.key[:, first]
+        sums_before = logs.cumsum(1).roll(1, 1)  # a difference of sums would cancel a reset
+        sums_before[:, :1] = 0
+        without_each = (sums_before + _sums_after(logs)).exp() * self.key[:, first, None]
+        return without_each.transpose(1, 2), logs.sum(1).exp() * self.key[:, first]
 
     def _erased_by_decay(self, first: int, last: int) -> Tensor:
-        """Return the loss of the key of step ``first`` at each later step up to ``last``."""
+        """Return the loss of the key of step ``first`` at each later step, (B, H, steps)."""
         logs = self.log_decay[:, first + 1 : last + 1].clamp_min(_RESET)
         total = logs.sum(1, keepdim=True)
-        share = torch.where(total < 0, logs / torch.where(total < 0, total, -1.0), 0.0)
-        gone = -torch.expm1(total) * self.key[:, first : first + 1].abs()
-        return (share * gone).sum(-1).transpose(1, 2)
+        fraction = torch.where(total < 0, logs / torch.where(total < 0, total, -1.0), 0.0)
+        loss = -torch.expm1(total) * self.key[:, first : first + 1].abs()
+        return (fraction * loss).sum(-1).transpose(1, 2)
 
-    # --- the same if T is not diagonal: one step at a time -----------------------------------
+    # --- any T: one step at a time -----------------------------------------------------------
 
-    def _kept_by_step(self, step: int) -> Tensor:
+    def _keys_by_step(self, step: int) -> Tensor:
+        """Return the decayed keys K[step, j] for j = 0 to ``step``, for any T."""
         products = self._products(step)
-        found = [torch.einsum("bhmn,bhn->bhm", product, self.key[:, j]) for j, product in products]
-        return torch.stack(found[::-1], 1)
+        keys = [torch.einsum("bhmn,bhn->bhm", product, self.key[:, j]) for j, product in products]
+        return torch.stack(keys[::-1], 1)  # products come last step first
 
     def _products(self, step: int) -> Iterator[tuple[int, Tensor]]:
         """Yield each j from ``step`` down to 0, with the product T[step] ... T[j + 1]."""
@@ -211,34 +216,40 @@ class Memory(NamedTuple):
             return self.feedback.step(state, step)
         assert self.erasure is not None
         erase, taken = (x[:, step] for x in self.erasure)
-        found = torch.einsum("bhn,bhnp->bhp", erase, state)
+        read = torch.einsum("bhn,bhnp->bhp", erase, state)
         faded = state * self.log_decay[:, step].exp()[..., None]
-        return faded - taken[..., None] * found[:, :, None]
+        return faded - taken[..., None] * read[:, :, None]
 
-    def _run_by_step(self, state: Tensor, steps: slice) -> Tensor:
+    def _advance_by_step(self, state: Tensor, steps: slice) -> Tensor:
+        """Run some steps from a state (B, H, N, P), and return the new state, for any T."""
         for step in range(steps.start, steps.stop):
             written = self.key[:, step, :, :, None] * self.value[:, step, :, None]
             state = self._step(state, step) + written
         return state
 
-    def _skip_by_step(self, first: int, between: range) -> tuple[Tensor, Tensor]:
-        share, before = self.key[:, first, ..., None], []  # before each step, (B, H, N, 1)
+    def _keys_without_by_step(self, first: int, between: range) -> tuple[Tensor, Tensor]:
+        """Return the results of :meth:`_keys_without_by_decay` for any T.
+
+        They are the key before each omitted step, times the product of all later steps.
+        """
+        share, before_steps = self.key[:, first, ..., None], []  # (B, H, N, 1)
         for step in between:
-            before.append(share[..., 0])
+            before_steps.append(share[..., 0])
             share = self._step(share, step)
-        pairs = zip(self._products(between.stop - 1), reversed(before), strict=False)
-        each = [torch.einsum("bhmn,bhn->bhm", product, x) for (_, product), x in pairs]
-        return torch.stack(each[::-1], 2) if each else share, share[..., 0]
+        pairs = zip(self._products(between.stop - 1), reversed(before_steps), strict=False)
+        without_each = [torch.einsum("bhmn,bhn->bhm", product, key) for (_, product), key in pairs]
+        return torch.stack(without_each[::-1], 2) if without_each else share, share[..., 0]
 
     def _erased_by_step(self, first: int, last: int) -> Tensor:
-        share = self.key[:, first]  # (B, H, N)
-        unit = share / share.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(share.dtype).tiny)
-        erased = []
+        """Return the decrease of the key of step ``first`` along itself at each later step."""
+        key = self.key[:, first]  # (B, H, N)
+        direction = key / key.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(key.dtype).tiny)
+        losses = []
         for step in range(first + 1, last + 1):
-            after = self._step(share[..., None], step)[..., 0]
-            erased.append(((share - after) * unit).sum(-1))
-            share = after
-        return torch.stack(erased, -1)
+            after = self._step(key[..., None], step)[..., 0]
+            losses.append(((key - after) * direction).sum(-1))
+            key = after
+        return torch.stack(losses, -1)
 
 
 def _sums_after(logs: Tensor) -> Tensor:
@@ -246,70 +257,65 @@ def _sums_after(logs: Tensor) -> Tensor:
 
     A cumulative sum from the end is exact after a reset, unlike a difference of two sums.
     """
-    found = logs.flip(1).cumsum(1).flip(1).roll(-1, 1)
-    found[:, -1:] = 0
-    return found
+    sums = logs.flip(1).cumsum(1).flip(1).roll(-1, 1)
+    sums[:, -1:] = 0
+    return sums
 
 
-def alike(operator: Operator) -> list[range]:
+def head_ranges(operator: Operator) -> list[range]:
     """Return ranges of heads, so that all heads of a range have the same operator."""
-    cuts = {0, operator.shape.heads, *_seams(operator)}
-    return [range(*ends) for ends in pairwise(sorted(cuts))]
+    edges = {0, operator.shape.heads, *_range_ends(operator)}
+    return [range(*pair) for pair in pairwise(sorted(edges))]
 
 
-def _seams(operator: Operator) -> Iterator[int]:
-    """Yield the head index after each operator of a direct sum (operators on separate heads)."""
+def _range_ends(operator: Operator) -> Iterator[int]:
+    """Yield where heads of one operator end, in direct sums, which join operators' heads."""
     first = 0
     for part in operator.parts if isinstance(operator, Composite) else ():
-        yield from (first + seam for seam in _seams(part))
+        yield from (first + end for end in _range_ends(part))
         if isinstance(operator, DirectSum):
             first += part.shape.heads
             yield first
 
 
 def memories_of(operator: Operator, values: Tensor) -> list[Memory | Cache]:
-    """Return the memories of an operator: one for each recurrence or causal attention in it.
+    """Return the memories of an operator, given its input ``values`` (B, L, H, P).
 
-    Args:
-        operator: the operator.
-        values: the input of the operator (B, L, H, P).
-
-    Returns:
-        One :class:`Memory` per recurrence (two for the directions of a Vision Mamba), and one
-        :class:`.Cache` per causal attention. Other operators add nothing.
+    Each recurrence becomes a :class:`Memory` (two for the directions of a Vision Mamba), and each
+    causal attention a :class:`.Cache`. Other operators add nothing.
     """
-    found: list[Memory | Cache] = []
+    memories: list[Memory | Cache] = []
     for parts in products_of(operator):
-        at = [i for i, part in enumerate(parts) if isinstance(part, Stateful | DenseHeads)]
-        if len(at) != 1:
+        indices = [i for i, part in enumerate(parts) if isinstance(part, Stateful | DenseHeads)]
+        if len(indices) != 1:  # no mixer, or several, whose states have no known shares
             continue
-        mixer, inner = parts[at[0]], parts[at[0] + 1 :]
-        written = Chain(*inner).affine(values) if inner else values
+        mixer, inner = parts[indices[0]], parts[indices[0] + 1 :]
+        value = Chain(*inner).affine(values) if inner else values
         if isinstance(mixer, DenseHeads):
             if is_causal(mixer) and not any(isinstance(part, Permute) for part in parts):
-                found.append(Cache(written, mixer.matrices))
+                memories.append(Cache(value, mixer.matrices))
             continue
-        order = torch.arange(values.shape[1], device="cpu")
+        order = torch.arange(values.shape[1], device="cpu")  # the token that each step reads
         for part in reversed(inner):
             order = order[part.on_host] if isinstance(part, Permute) else order
-        found.append(_memory(mixer, written, order))  # type: ignore[arg-type]
-    return found
+        memories.append(_memory(mixer, value, order))  # type: ignore[arg-type]
+    return memories
 
 
 def _memory(scan: Stateful, value: Tensor, order: Tensor) -> Memory:
-    """Convert a recurrence to a :class:`Memory`, given ``value`` and the order of tokens."""
+    """Convert a recurrence to a :class:`Memory`, given its values and the order of tokens."""
     heads = scan.shape.heads
     if isinstance(scan, SelectiveScan):
-        rows = scan.b if scan.b.dim() == 4 else scan.b[:, :, None]
-        key = vectors_of_heads(rows, heads) * scan.dt[..., None]
+        b = scan.b if scan.b.dim() == 4 else scan.b[:, :, None]
+        key = vectors_of_heads(b, heads) * scan.dt[..., None]
         return Memory(key, value, scan.dt[..., None] * scan.a, order)
     if isinstance(scan, ElementwiseRecurrence):
         logs = scan.decay.log()[..., None]
         return Memory(torch.ones_like(logs), value, logs, order)
     if isinstance(scan, FeedbackRecurrence):
         # the P channels mix: they are the N numbers of the state, so the value is used as the key
-        key, one = scan.write * value, torch.ones_like(value[..., :1])
-        return Memory(key, one, scan.decay.log(), order, feedback=scan)
+        key, ones = scan.write * value, torch.ones_like(value[..., :1])
+        return Memory(key, ones, scan.decay.log(), order, feedback=scan)
     if isinstance(scan, DeltaRule):
         logs = torch.zeros_like(scan.beta) if scan.log_decay is None else scan.log_decay
         logs = logs if logs.dim() == 4 else logs[..., None]

@@ -72,6 +72,7 @@ class Explainer:
     chunk_tokens: int | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
+        """Set the displayed name, and let methods with ``inputs`` accept all forms of inputs."""
         super().__init_subclass__(**options)
         cls.name = vars(cls).get("name", cls.__name__)
         for name, function in list(vars(cls).items()):
@@ -228,6 +229,7 @@ class SSMAttribution(Explainer, Attribution):
     """Base of all attribution methods: an :class:`Explainer` with Captum's interface."""
 
     def __init_subclass__(cls, **options: Any) -> None:
+        """Wrap ``attribute`` for Captum's usage log and for LLMGradientAttribution."""
         super().__init_subclass__(**options)
         if "attribute" in vars(cls):
             cls.attribute = log_usage(part_of_slo=True)(_for_captum(cls.attribute))
@@ -342,6 +344,7 @@ class ImplicitMethod(SSMAttribution):
             graph = "tail" if needs_readers(query) else "none"
 
         def explain(request: Request, targets: Sequence[Any], cut: BatchPart) -> list[Tensor]:
+            """Return relevance in the input's shape for each target, for a part of the batch."""
             request = replace(request, graph=graph, verify=verify is not False)
             with ExitStack() as stack:
                 layout = stack.enter_context(layout_of(request, per_token))

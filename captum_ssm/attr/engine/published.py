@@ -46,12 +46,12 @@ def fold(
     with torch.no_grad():
         for layer in shown(options.used(layers)[::-1]):
             check_tokens(layer, layers[-1])
-            added = row_of(layer, options.operator(layer))
+            query_row = row_of(layer, options.operator(layer))
             if row is None:
-                row = torch.zeros_like(added).scatter(-1, query.to(added.device), 1)
-            row = row.to(added)
-            row = row + row.sum(-1, keepdim=True) * added
-            row = check_row(row / (1 + added.sum(-1, keepdim=True)), layer)
+                row = torch.zeros_like(query_row).scatter(-1, query.to(query_row.device), 1)
+            row = row.to(query_row)
+            row = row + row.sum(-1, keepdim=True) * query_row
+            row = check_row(row / (1 + query_row.sum(-1, keepdim=True)), layer)
     if row is None:
         raise OptionError("layers selects no mixer. Pass at least one mixer, or None for all.")
     return finish(row, query)
@@ -71,13 +71,14 @@ def rows(layer: Layer, operator: Operator, query: Tensor, options: Options) -> T
     """Return the query's matrix row r (B, C, L) in every channel, as in the published scripts."""
     query = query.to(operator.device)
     forward, backward = _directions(layer, operator)
-    terms = [forward] if backward is None else [forward, backward]
+    directions = [forward] if backward is None else [forward, backward]
     if options.components == PRESETS["s6"]:
-        terms = [_before_the_step(layer, term, query) for term in terms]
-    row, *beyond = (term.rows(query, None).squeeze(2) for term in terms)
-    if beyond:
-        later = torch.arange(row.shape[-1], device=row.device) > query
-        row = torch.where(later.unsqueeze(1), beyond[0], row)
+        directions = [_before_the_step(layer, direction, query) for direction in directions]
+    row, *backward_row = (direction.rows(query, None).squeeze(2) for direction in directions)
+    if backward_row:
+        is_later = torch.arange(row.shape[-1], device=row.device) > query
+        row = torch.where(is_later.unsqueeze(1), backward_row[0], row)
+    # the script for "s6" stores single precision
     return row.float().to(row) if options.components == PRESETS["s6"] else row
 
 
@@ -87,21 +88,22 @@ def _directions(layer: Layer, operator: Operator) -> tuple[Operator, Operator | 
     sums = [(i, part.parts) for i, part in enumerate(parts) if isinstance(part, Sum)]
     if not sums:
         return operator, None
-    place, terms = sums[0]
-    chains = [Chain(*parts[:place], term, *parts[place + 1 :]) for term in terms]
-    turned = [chain for chain in chains if _is_turned(chain)]
-    forward = [chain for chain in chains if not _is_turned(chain)]
-    if not turned:
+    index, terms = sums[0]  # the directions of a mixer are the first sum
+    chains = [Chain(*parts[:index], term, *parts[index + 1 :]) for term in terms]
+    backward = [chain for chain in chains if _is_backward(chain)]
+    forward = [chain for chain in chains if not _is_backward(chain)]
+    if not backward:
         return operator, None
-    if len(turned) > 1 or not forward:
+    if len(backward) > 1 or not forward:
         raise OptionError(
             f"recipe='published_code' needs mixers of one or two directions, but layer "
             f"{layer.name!r} reads its tokens in {len(chains)} orders. Pass recipe='paper'."
         )
-    return Sum(*map(_not_halved, forward)), _not_halved(turned[0])
+    return Sum(*map(_not_halved, forward)), _not_halved(backward[0])
 
 
-def _is_turned(chain: Chain) -> bool:
+def _is_backward(chain: Chain) -> bool:
+    """Return True if a direction reads its tokens in a changed order, as the backward one does."""
     return any(isinstance(part, Permute) for part in chain.parts)
 
 
@@ -117,7 +119,10 @@ def _not_halved(chain: Chain) -> Chain:
 
 
 def _before_the_step(layer: Layer, operator: Operator, query: Tensor) -> Operator:
-    """Set dt = 0 at the query, to reproduce the error of the hidden-attention paper's script."""
+    """Set dt = 0 at the query, to reproduce the error of the hidden-attention paper's script.
+
+    Without the step the query reads the state as the token before left it.
+    """
     if isinstance(operator, Sum):
         return Sum(*(_before_the_step(layer, part, query) for part in operator.parts))
     parts = list(operator.parts) if isinstance(operator, Chain) else [operator]
@@ -125,8 +130,8 @@ def _before_the_step(layer: Layer, operator: Operator, query: Tensor) -> Operato
         if isinstance(part, Permute):
             query = part.order[query]
         elif isinstance(part, SelectiveScan):
-            at = query.unsqueeze(-1).expand(*query.shape, part.dt.shape[-1])
-            parts[i] = part.at({"dt": part.dt.expand(len(query), -1, -1).scatter(1, at, 0)})
+            index = query.unsqueeze(-1).expand(*query.shape, part.dt.shape[-1])
+            parts[i] = part.at({"dt": part.dt.expand(len(query), -1, -1).scatter(1, index, 0)})
             return Chain(*parts)
         elif part.mixes_tokens:
             break
@@ -139,8 +144,8 @@ def _before_the_step(layer: Layer, operator: Operator, query: Tensor) -> Operato
 
 def raw_row(rows: Tensor, keep: Tensor | None) -> Tensor:
     """Scale rows (B, C, L) to [0, 1] over all channels; return the mean over channels (B, L)."""
-    everywhere = None if keep is None else keep.unsqueeze(1).expand_as(rows)
-    return min_max(rows, everywhere).mean(1)
+    mask = None if keep is None else keep.unsqueeze(1).expand_as(rows)
+    return min_max(rows, mask).mean(1)
 
 
 def class_row(rows: Tensor, gradient: Tensor, keep: Tensor | None, options: Options) -> Tensor:
@@ -149,12 +154,9 @@ def class_row(rows: Tensor, gradient: Tensor, keep: Tensor | None, options: Opti
     The script of the hidden-attention paper (components = s6) normalizes all channels together
     before the mean; the script of the unified paper normalizes the result.
 
-    Args:
-        rows: the query's row in every channel (B, C, L).
-        gradient: gradient of the target at the mixer's output (B, L, E), which is also the
-            gradient at the residual stream behind it.
-        keep: True for unpadded tokens (B, L), or None.
-        options: the options of the method.
+    ``rows`` has the query's row in every channel (B, C, L). ``gradient`` (B, L, E) is the target's
+    gradient at the mixer's output, and so also at the residual stream behind it. ``keep`` is True
+    for unpadded tokens (B, L).
     """
     rows = rows.clamp_min(0)
     keep = None if keep is None else keep.to(rows.device)
@@ -174,7 +176,7 @@ def min_max(x: Tensor, keep: Tensor | None = None) -> Tensor:
     dims: Sequence[int] = range(1, x.dim())
     low = x if keep is None else x.masked_fill(~keep, torch.inf)
     high = x if keep is None else x.masked_fill(~keep, -torch.inf)
-    least, largest = low.amin(tuple(dims), keepdim=True), high.amax(tuple(dims), keepdim=True)
-    span = largest - least
-    scaled = torch.where(span > 0, (x - least) / torch.where(span > 0, span, 1), 0)
+    smallest, largest = low.amin(tuple(dims), keepdim=True), high.amax(tuple(dims), keepdim=True)
+    span = largest - smallest
+    scaled = torch.where(span > 0, (x - smallest) / torch.where(span > 0, span, 1), 0)
     return scaled if keep is None else scaled * keep

@@ -60,6 +60,7 @@ class Result:
     _kinds: ClassVar[dict[str, type[Result]]] = {}
 
     def __init_subclass__(cls, kind: bool = True, **options: Any) -> None:
+        """Register the class for :func:`load`, unless it is a base (``kind=False``)."""
         super().__init_subclass__(**options)
         if kind:
             Result._kinds[cls.__name__] = cls
@@ -83,7 +84,7 @@ class Result:
             "kind": type(self).__name__,
             "state": _encoded(self._state()),
         }
-        return _written(path, json.dumps(content, allow_nan=False) + "\n")
+        return _write(path, json.dumps(content, allow_nan=False) + "\n")
 
     @overload
     def to_html(self, path: None = None, title: str | None = None) -> str: ...
@@ -106,7 +107,7 @@ class Result:
             WriteError: if the file cannot be written; an old file is then unchanged.
         """
         page = self._page(title)
-        return page if path is None else _written(path, page)
+        return page if path is None else _write(path, page)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary of named values for each token, node or pair of tokens."""
@@ -135,6 +136,7 @@ class Result:
         return frame
 
     def _page(self, title: str | None) -> str:
+        """Return the HTML page; ``title`` None is the class name."""
         text: str = _pages().page_of(self, title)
         return text
 
@@ -144,6 +146,7 @@ class Result:
 
 
 def _pages() -> Any:
+    """Import the module that draws pages."""
     return import_module(_PAGES, __package__.partition(".")[0])
 
 
@@ -175,16 +178,16 @@ class NamedTokens(Result, kind=False):
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary for each example and token (or patch), with named relevance."""
         columns = {name: values.flatten(1).tolist() for name, values in self._columns().items()}
-        found = []
+        rows = []
         for example in range(self._tokens()[0]):
-            values = {name: of_all[example] for name, of_all in columns.items()}
-            named = {} if self.names is None else {"token": self.names[example]}
-            each = zip_longest(*named.values(), *values.values())
-            found += [
-                dict(zip(("example", "position", *named, *values), (example, i, *row), strict=True))
-                for i, row in enumerate(each)
+            values = {name: by_example[example] for name, by_example in columns.items()}
+            names = {} if self.names is None else {"token": self.names[example]}
+            token_values = zip_longest(*names.values(), *values.values())
+            rows += [
+                dict(zip(("example", "position", *names, *values), (example, i, *row), strict=True))
+                for i, row in enumerate(token_values)
             ]
-        return found
+        return rows
 
     def _columns(self) -> Mapping[str, Tensor]:
         """Return the columns of :meth:`rows`: relevance (B, L) by name."""
@@ -195,6 +198,7 @@ class NamedTokens(Result, kind=False):
         raise NotImplementedError
 
     def _with_names(self, names: Names) -> Self:
+        """Return a copy with these names, which were checked before."""
         return replace(self, names=names)  # type: ignore[type-var]
 
 
@@ -231,8 +235,8 @@ def load(path: str | Path) -> Any:
         content = json.loads(read_text(file))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{wrong}: {error}. Pass a file that a result's save() wrote.") from None
-    names = {"captum_ssm", "form", "kind", "state"}
-    if not isinstance(content, dict) or not names <= content.keys():
+    keys = {"captum_ssm", "form", "kind", "state"}
+    if not isinstance(content, dict) or not keys <= content.keys():
         raise DataError(f"{wrong}. Pass a file that a result's save() wrote.")
     if content["form"] != _FORM or content["kind"] not in Result._kinds:
         raise DataError(
@@ -250,22 +254,22 @@ def load(path: str | Path) -> Any:
 
 def read_names(tokens: Any, batch: int, length: int) -> Names:
     """Check names of tokens, and return one sequence of names per example."""
-    listed = [tokens] if all(isinstance(name, str) for name in tokens) else list(tokens)
-    named = tuple(_kept(each) for each in listed)
-    if isinstance(tokens, str) or [len(each) for each in named] != [length] * batch:
+    sequences = [tokens] if all(isinstance(name, str) for name in tokens) else list(tokens)
+    names = tuple(_as_names(sequence) for sequence in sequences)
+    if isinstance(tokens, str) or [len(sequence) for sequence in names] != [length] * batch:
         raise InputError(
-            f"tokens has {[len(each) for each in named]} names, but the result has {batch} "
+            f"tokens has {[len(sequence) for sequence in names]} names, but the result has {batch} "
             f"sequences of {length} tokens. Pass one list of {length} names per sequence."
         )
-    return named
+    return names
 
 
-def _kept(names: Sequence[Any]) -> Sequence[str]:
+def _as_names(names: Sequence[Any]) -> Sequence[str]:
     """Convert names to a tuple; keep :class:`.Tokens`, which also has the pieces of the text."""
     return names if isinstance(names, Tokens) else tuple(map(str, names))
 
 
-def _written(path: str | Path, text: str) -> Path:
+def _write(path: str | Path, text: str) -> Path:
     """Create the folder of a file, write the text, and return the path."""
     file = Path(path)
     make_folder(file.parent)
@@ -274,6 +278,7 @@ def _written(path: str | Path, text: str) -> Path:
 
 
 def _in_notebook() -> bool:
+    """Return True in a notebook; in a terminal, IPython's shell has no kernel."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return hasattr(shell, "kernel")
 
@@ -331,8 +336,9 @@ def _encoded_tensor(tensor: Tensor) -> dict[str, Any]:
 
 
 def _decoded_tensor(code: Mapping[str, Any]) -> Tensor:
+    """Convert the result of :func:`_encoded_tensor` back to a tensor; raise for a damaged one."""
     dtype = getattr(torch, code["dtype"])
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype):  # another name of torch, in a damaged file
         raise ValueError(f"dtype={code['dtype']!r} is not a dtype of torch")
     values = code["values"]
     if dtype.is_floating_point:

@@ -184,8 +184,7 @@ class Question:
         constant: a summand of ``selected`` that no module added (B,). Default: None.
         cache: gradients of ``selected``, for methods that share the run; None if the run is not
             shared. Default: None.
-        query_range: a range of tokens that includes all nonzero ``weights``. Default: None, not
-            known.
+        query_range: a range that includes all tokens with ``weights``. Default: None, not known.
     """
 
     target: Any
@@ -259,10 +258,9 @@ class Run:
             yield replace(self, questions=questions[first:], cache=cache)
 
     def select(self, index: Tensor | None) -> tuple[Tensor, GradientCache | None]:
-        """Return a target's value per example (B,), and a cache for its gradients.
+        """Return a target's value per example (B,), and a cache for its gradients or None.
 
-        In a run that no other method shares, the cache is None. In a shared run, equal targets of
-        several methods get the same value and cache.
+        In a shared run, equal targets of several methods get the same value and cache.
         """
         if not self.shared:
             return select(self.output, index), None
@@ -275,16 +273,10 @@ class Run:
     def once(
         self, layer: Layer, elements: int, room: int, make: Callable[[], Tensor]
     ) -> Tensor | None:
-        """Compute a layer's tensor once, and cache it for all targets.
+        """Return a layer's tensor, computed once by ``make`` and cached for all targets.
 
-        Args:
-            layer: the layer.
-            elements: the number of elements of the tensor.
-            room: the largest number of elements to cache for all layers together.
-            make: function that computes the tensor.
-
-        Returns:
-            The tensor; None if the cache is full, or if no later target can use the tensor.
+        Return None if no later target can use the tensor, or if its number of ``elements`` would
+        fill the cache of all layers above ``room``.
         """
         if layer not in self.cache:
             cached = sum(tensor.numel() for tensor in self.cache.values())
@@ -341,11 +333,7 @@ class Run:
 
 
 def traced(request: Request, *, shared: bool = False) -> Run:
-    """Run the model and record its mixers; with ``shared``, later methods may reuse the run.
-
-    The result has the layers' token order. Raise if the batch size changes, or an example is all
-    padding.
-    """
+    """Run the model and record its mixers; with ``shared``, later methods may reuse the run."""
     model, layers, paths = request.model, request.layers, None
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(request.graph in ("outputs", "all")))

@@ -59,28 +59,23 @@ def selection_factors(
 ) -> Factors | None:
     """Return the factors of some channels, with the states of all terms concatenated.
 
-    Args:
-        terms: the terms of an operator, one per recurrence.
-        channels: channel indices, counted through all heads.
-        simplified: whether relu replaces softplus.
-
-    Returns:
-        The factors; None if a term is not a selective scan, or contains a convolution.
+    Return None if a term is not a selective scan, or contains a convolution. ``channels`` are
+    indices through all heads. With ``simplified``, relu replaces softplus.
     """
-    found = []
+    by_term = []
     for term in terms:
-        selected = _selected(term)
-        if selected is None:
+        parameters = _parameters(term)
+        if parameters is None:
             return None
-        found.append(_factors(term, selected, channels, simplified))
-    if len(found) == 1:  # histories are large: no copy
-        return found[0]
-    queries, keys, histories = zip(*found, strict=True)
+        by_term.append(_factors(term, parameters, channels, simplified))
+    if len(by_term) == 1:  # histories are large: no copy
+        return by_term[0]
+    queries, keys, histories = zip(*by_term, strict=True)
     return Factors(torch.cat(queries, -1), torch.cat(keys, -1), torch.cat(histories, 2))
 
 
-class _Selected(NamedTuple):
-    """A scan's step dt (B, L, H), rate (H, N or 1), and key and query (B, L, [groups,] N)."""
+class _Parameters(NamedTuple):
+    """A scan's step dt (B, L, H), rate A (H, N or 1), and key and query (B, L, [groups,] N)."""
 
     step: Tensor
     rate: Tensor
@@ -88,32 +83,34 @@ class _Selected(NamedTuple):
     query: Tensor
 
 
-def _selected(term: Term) -> _Selected | None:
+def _parameters(term: Term) -> _Parameters | None:
     """Return the parameters of a selective scan; None for other terms and with convolutions."""
     if any(isinstance(p, ShortConv) and p.mixes_tokens for p in (*term.outer, *term.inner)):
         return None
     scan = term.scan
     if isinstance(scan, SelectiveScan):
-        return _Selected(scan.dt, scan.a, scan.b, scan.c)
+        return _Parameters(scan.dt, scan.a, scan.b, scan.c)
     if isinstance(scan, ScalarDecayHeads) and scan.rate is not None and scan.scale is not None:
-        return _Selected(scan.scale, scan.rate[:, None], scan.key, scan.query)
+        return _Parameters(scan.scale, scan.rate[:, None], scan.key, scan.query)
     return None
 
 
-def _factors(term: Term, selected: _Selected, channels: Sequence[int], simplified: bool) -> Factors:
+def _factors(
+    term: Term, parameters: _Parameters, channels: Sequence[int], simplified: bool
+) -> Factors:
     """Return the factors of one term for some channels, as in :func:`selection_factors`."""
     per_head = term.scan.shape.per_head
-    heads, within = [c // per_head for c in channels], [c % per_head for c in channels]
-    step = selected.step[:, :, heads]  # (B, L, C)
+    heads, within_head = [c // per_head for c in channels], [c % per_head for c in channels]
+    step = parameters.step[:, :, heads]  # (B, L, C)
     if simplified:
         step = _before_softplus(step).relu()
-    chosen = torch.tensor(heads)
+    head_indices = torch.tensor(heads)
     query, key = (
-        vectors_of_heads(x, term.scan.shape.heads, chosen).expand(-1, -1, len(heads), -1)
-        for x in (selected.query, selected.key)
+        vectors_of_heads(x, term.scan.shape.heads, head_indices).expand(-1, -1, len(heads), -1)
+        for x in (parameters.query, parameters.key)
     )  # (B, L, C, N)
     key = key * step[..., None]
-    history = _history(step, selected.rate[heads]).expand(-1, -1, query.shape[-1], -1, -1)
+    history = _history(step, parameters.rate[heads]).expand(-1, -1, query.shape[-1], -1, -1)
 
     outer, inner = ([p.select(heads) for p in parts] for parts in (term.outer, term.inner))
     outer.reverse()  # from the scan outwards, as inner is
@@ -122,8 +119,8 @@ def _factors(term: Term, selected: _Selected, channels: Sequence[int], simplifie
     for part in inner:
         history = part.columns_of(history) if isinstance(part, Permute) else history
     return Factors(
-        _carried(query, [(part, part.apply) for part in outer], per_head, within),
-        _carried(key, [(part, part.transpose) for part in inner], per_head, within),
+        _through(query, [(part, part.apply) for part in outer], per_head, within_head),
+        _through(key, [(part, part.transpose) for part in inner], per_head, within_head),
         history,
     )
 
@@ -136,31 +133,27 @@ def _before_softplus(step: Tensor) -> Tensor:
 def _history(step: Tensor, rate: Tensor) -> Tensor:
     """Return exp(A sum of dt over j+1..i) for j <= i, and 0 for j > i, (B, C, N, L, L).
 
-    Sums are differences of cumulative sums, in float64 to avoid cancellation. No exponent is
-    positive.
-
-    Args:
-        step: dt (B, L, C).
-        rate: A (C, N).
+    ``step`` is dt (B, L, C), and ``rate`` is A (C, N). Sums are differences of cumulative sums, in
+    float64 to avoid cancellation. No exponent is positive.
     """
     clock = doubled(step.transpose(1, 2)).cumsum(-1)  # (B, C, L)
     elapsed = (clock[..., :, None] - clock[..., None, :]).clamp_min_(0).to(step)
     return exponential_(rate[:, :, None, None] * elapsed[:, :, None]).tril_()
 
 
-def _carried(
-    x: Tensor, moves: Sequence[tuple[Operator, Map]], per_head: int, within: Sequence[int]
+def _through(
+    x: Tensor, moves: Sequence[tuple[Operator, Map]], per_head: int, within_head: Sequence[int]
 ) -> Tensor:
     """Apply diagonal operators and reorderings of tokens to a query or key (B, L, C, N).
 
-    Args:
-        x: the query or key.
-        moves: pairs of an operator and its forward or adjoint function, from the scan outwards.
-        per_head: value channels per head, P.
-        within: the index of each of the C channels within its head.
+    Operators act on the P channels of each head, so their product is computed for ones, and only
+    the wanted channel of each head multiplies ``x``.
+
+    ``moves`` are pairs of an operator and its forward or adjoint function, from the scan outwards.
+    ``within_head`` has the index of each of the C channels within its head.
     """
-    weight = x.new_ones(*x.shape[:3], per_head)
+    factor = x.new_ones(*x.shape[:3], per_head)
     for operator, move in moves:
-        weight = move(weight)
+        factor = move(factor)
         x = move(x) if isinstance(operator, Permute) else x
-    return x * weight[:, :, range(len(within)), within, None]
+    return x * factor[:, :, range(len(within_head)), within_head, None]

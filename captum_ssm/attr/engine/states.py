@@ -58,20 +58,19 @@ class Term(NamedTuple):
 def terms_of(operator: Operator) -> list[Term] | None:
     """Expand an operator into a sum of terms: one recurrence, or one for each direction.
 
-    Returns:
-        The terms; None if a summand has no recurrence, several, or one with states that mix.
+    Return None if a summand has no recurrence, several, or one with states that mix.
     """
-    found = []
+    terms = []
     for parts in products_of(operator):
-        scans = [(at, part) for at, part in enumerate(parts) if isinstance(part, Scan)]
+        scans = [(index, part) for index, part in enumerate(parts) if isinstance(part, Scan)]
         if len(scans) != 1:
             return None
-        ((at, scan),) = scans
-        outer, inner = parts[:at], parts[at + 1 :]
+        ((index, scan),) = scans
+        outer, inner = parts[:index], parts[index + 1 :]
         if not all(isinstance(p, Diagonal | ShortConv | Permute) for p in (*outer, *inner)):
             return None
-        found.append(Term(outer, scan, inner))
-    return found
+        terms.append(Term(outer, scan, inner))
+    return terms
 
 
 def products_of(
@@ -79,9 +78,7 @@ def products_of(
 ) -> list[tuple[Operator, ...]]:
     """Expand an operator into a sum of products of elementary operators, outermost factor first.
 
-    Args:
-        operator: the operator.
-        expands: function that returns whether to expand a sum. Default: every sum is expanded.
+    Only sums for which ``expands`` returns True are expanded. Default: all.
     """
     if isinstance(operator, Chain):
         choices = product(*(products_of(part, expands) for part in operator.parts))
@@ -94,14 +91,9 @@ def products_of(
 
 
 def state_matrices(terms: Sequence[Term], channels: Sequence[int]) -> Tensor:
-    """Return the matrix of every state for some channels.
+    """Return the matrix of every state for some channels, (B, len(channels), N, L, L).
 
-    Args:
-        terms: the terms of an operator, one per recurrence.
-        channels: channel indices, counted through all heads.
-
-    Returns:
-        Matrices (B, len(channels), N, L, L), with the N states of all terms concatenated.
+    The N states of all terms are concatenated. ``channels`` are indices through all heads.
     """
     first = terms[0].scan
     batch, tokens, _, per_head = first.shape
@@ -110,21 +102,22 @@ def state_matrices(terms: Sequence[Term], channels: Sequence[int]) -> Tensor:
     one = unit.new_ones(1, 1, 1, 1)
     out = unit.new_empty(batch, len(channels), states, tokens, tokens)
     for matrices, channel in zip(out.unbind(1), channels, strict=True):
-        head, within = divmod(channel, per_head)
-        left = unit[within].view(1, 1, 1, per_head)  # selects this channel in the sum
-        one_each = (t.one_state(m).select([head]) for t in terms for m in range(t.states))
-        for state, operator in enumerate(one_each):
-            matrices[:, state] = operator.entries(left, {0: one}, range(tokens)).full(tokens)
+        head, within_head = divmod(channel, per_head)
+        # entries() sums over the head's channels, and this factor is 1 for one of them, else 0
+        factor = unit[within_head].view(1, 1, 1, per_head)
+        operators = (term.one_state(m).select([head]) for term in terms for m in range(term.states))
+        for state, operator in enumerate(operators):
+            matrices[:, state] = operator.entries(factor, {0: one}, range(tokens)).full(tokens)
     return out
 
 
 def _one_state(scan: Scan, state: int) -> Scan:
     """Return the recurrence with only the state at index ``state``, to compute its matrix."""
-    only = slice(state, state + 1)
+    index = slice(state, state + 1)
     if isinstance(scan, SelectiveScan):
-        return scan.changed(a=scan.a[..., only], b=scan.b[..., only], c=scan.c[..., only])
-    vectors = {"query": scan.query[..., only], "key": scan.key[..., only]}
+        return scan.changed(a=scan.a[..., index], b=scan.b[..., index], c=scan.c[..., index])
+    vectors = {"query": scan.query[..., index], "key": scan.key[..., index]}
     if isinstance(scan, ScalarDecayHeads):
         return scan.changed(**vectors)
-    bonus = None if scan.bonus is None else scan.bonus[:, only]
-    return scan.changed(**vectors, log_decay=scan.log_decay[..., only], bonus=bonus)
+    bonus = None if scan.bonus is None else scan.bonus[:, index]
+    return scan.changed(**vectors, log_decay=scan.log_decay[..., index], bonus=bonus)

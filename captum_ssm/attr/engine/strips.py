@@ -34,11 +34,7 @@ def reduced(operator: Operator, reduce: Reduce, budget: Budget) -> LayerMatrix:
 
 
 def in_strips(
-    operator: Operator,
-    reduce: Reduce,
-    budget: Budget,
-    change: Change,
-    whole: Tensor | None = None,
+    operator: Operator, reduce: Reduce, budget: Budget, change: Change, whole: Tensor | None = None
 ) -> LayerMatrix:
     """Return an operator's reduced matrix with changed entries, computed one strip at a time.
 
@@ -52,51 +48,52 @@ def in_strips(
         whole: the reduced matrix (B, L, L), if it exists already. Default: None.
     """
     tokens = operator.shape.tokens
-    quick = goes_by_channel(operator, reduce) and budget.holds_matrix(operator)
+    whole_is_faster = goes_by_channel(operator, reduce) and budget.holds_matrix(operator)
 
-    def strips(within: range) -> Iterator[tuple[Strip, Tensor]]:
+    def changed_strips(row_range: range) -> Iterator[tuple[Strip, Tensor]]:
         """Yield strips (a few matrix rows) of the rows ``within``, with changed entries."""
         matrix = whole
+        # up to this number of rows, all channels at once are faster
         few = budget.few_rows(operator) if reduce == "mean" else 0
-        if matrix is None and quick and len(within) > tokens // _FEW:
+        if matrix is None and whole_is_faster and len(row_range) > tokens // _FEW:
             matrix = operator.dense(reduce)
 
-        def form(rows: range) -> tuple[Strip, Tensor]:
-            if matrix is not None:
+        def strip_of(rows: range) -> tuple[Strip, Tensor]:
+            if matrix is not None:  # a copy, because `change` may overwrite it
                 strip = Strip(matrix[:, rows.start : rows.stop].clone(), rows, range(tokens))
             elif len(rows) <= few:
                 strip = Strip(operator.rows(rows, reduce), rows, range(tokens))
             else:
-                strip = _reduced(operator, rows, reduce)
+                strip = _strip_of_rows(operator, rows, reduce)
             return strip, change(strip)
 
-        return as_memory_allows(within, budget.height(operator, reduce), form)
+        return as_memory_allows(row_range, budget.height(operator, reduce), strip_of)
 
     def rmatvec(row: Tensor) -> Tensor:
         out = torch.zeros_like(row)
-        for strip, entries in strips(nonzero_range(row)):
-            _add(out, strip, _times(_of_rows(row, strip), entries))
+        for strip, entries in changed_strips(nonzero_range(row)):
+            _add_at_columns(out, strip, _times(_at_rows(row, strip), entries))
         return out
 
     def matvec(column: Tensor) -> Tensor:
         out = torch.zeros_like(column)
-        for strip, entries in strips(range(tokens)):
+        for strip, entries in changed_strips(range(tokens)):
             values = column[:, strip.columns.start : strip.columns.stop]
-            _of_rows(out, strip).copy_(matmul(entries, values.unsqueeze(-1)).squeeze(-1))
+            _at_rows(out, strip).copy_(matmul(entries, values.unsqueeze(-1)).squeeze(-1))
         return out
 
     def normalized(row: Tensor) -> Tensor:
         out = torch.zeros_like(row)
-        for strip, entries in strips(nonzero_range(row)):
-            share = _of_rows(row, strip) / (1 + entries.sum(-1))
-            _of_rows(out, strip).add_(share)
-            _add(out, strip, _times(share, entries))
+        for strip, entries in changed_strips(nonzero_range(row)):
+            weight = _at_rows(row, strip) / (1 + entries.sum(-1))
+            _at_rows(out, strip).add_(weight)
+            _add_at_columns(out, strip, _times(weight, entries))
         return out
 
     return LayerMatrix(rmatvec, matvec, normalized)
 
 
-def _reduced(operator: Operator, rows: range, reduce: Reduce) -> Strip:
+def _strip_of_rows(operator: Operator, rows: range, reduce: Reduce) -> Strip:
     """Return some rows of ``operator.dense(reduce)`` without computing the other rows."""
     _, tokens, heads, per_head = operator.shape
     if reduce != "mean":
@@ -105,15 +102,17 @@ def _reduced(operator: Operator, rows: range, reduce: Reduce) -> Strip:
     return operator.entries(one / (heads * per_head), {0: one}, rows)
 
 
-def _of_rows(x: Tensor, strip: Strip) -> Tensor:
+def _at_rows(x: Tensor, strip: Strip) -> Tensor:
+    """Return the entries of ``x`` (B, L) at the rows of a strip, a view."""
     return x[:, strip.rows.start : strip.rows.stop]
 
 
 def _times(row: Tensor, entries: Tensor) -> Tensor:
+    """Return a row (B, R) times a strip's entries (B, R, W), (B, W)."""
     return torch.bmm(row.unsqueeze(1), entries).squeeze(1)
 
 
-def _add(out: Tensor, strip: Strip, values: Tensor) -> None:
+def _add_at_columns(out: Tensor, strip: Strip, values: Tensor) -> None:
     """Add values (B, W) to ``out`` (B, L) at the columns of a strip, in place."""
     out[:, strip.columns.start : strip.columns.stop] += values
 
@@ -149,19 +148,19 @@ class Budget:
         """Read the option ``memory_budget``: bytes, a size such as ``"512MiB"``, or None."""
         if memory_budget is None:
             return cls(None)
-        found: float | None = None
+        size: float | None = None
         if isinstance(memory_budget, str):
             match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", memory_budget)
             unit = None if match is None else _UNITS.get(match[2].upper())
-            found = None if match is None or unit is None else float(match[1]) * unit
+            size = None if match is None or unit is None else float(match[1]) * unit
         elif isinstance(memory_budget, int) and not isinstance(memory_budget, bool):
-            found = memory_budget
-        if found is None or found <= 0:
+            size = memory_budget
+        if size is None or size <= 0:
             raise OptionError(
                 f"memory_budget={memory_budget!r} is not a size. Pass a positive number of bytes, "
                 "a string such as '512MiB' or '2GB', or None for a share of the free memory."
             )
-        return cls(int(found))
+        return cls(int(size))
 
     def on(self, device: torch.device) -> int:
         """Return the number of bytes to use on a device."""
@@ -172,22 +171,22 @@ class Budget:
         batch, tokens, heads, per_head = operator.shape
         # the mean is summed in blocks of channels, other reductions need all channels of an entry
         channels = 0 if reduce == "mean" else heads * per_head
-        row = _COPIES * (1 + channels) * batch * tokens * operator.dtype.itemsize
-        height = self.on(operator.device) // row
+        row_bytes = _COPIES * (1 + channels) * batch * tokens * operator.dtype.itemsize
+        height = self.on(operator.device) // row_bytes
         if height == 0 and self.bytes is not None:
             raise OptionError(
                 f"memory_budget={self.bytes} bytes is too small for one matrix row with {tokens} "
-                f"tokens and a batch of {batch}. Pass at least {row} bytes"
+                f"tokens and a batch of {batch}. Pass at least {row_bytes} bytes"
                 + ("." if batch == 1 else ", or internal_batch_size=1.")
             )
-        enough = max(_FEW_ROWS, _ENTRIES // (batch * tokens))
-        return max(1, min(height, enough, _ROWS))
+        most = max(_FEW_ROWS, _ENTRIES // (batch * tokens))
+        return max(1, min(height, most, _ROWS))  # without a budget, one row is always tried
 
     def few_rows(self, operator: Operator) -> int:
         """Return the largest number of rows that are faster to compute for all channels at once."""
-        row = _COPIES * torch.Size(operator.shape).numel() * operator.dtype.itemsize
-        few = max(leaf.few_rows for leaf in operator.leaves())
-        return min(few, self.on(operator.device) // row)
+        row_bytes = _COPIES * torch.Size(operator.shape).numel() * operator.dtype.itemsize
+        faster = max(leaf.few_rows for leaf in operator.leaves())
+        return min(faster, self.on(operator.device) // row_bytes)
 
     def holds_matrix(self, operator: Operator) -> bool:
         """Return True if an operator's whole reduced matrix fits into the budget."""

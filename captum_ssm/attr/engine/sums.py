@@ -84,14 +84,15 @@ def attribute_with_sums(
     method: Attribution, inputs: Any, /, **options: Any
 ) -> tuple[Any, Sums | None]:
     """Call ``method.attribute``; return relevance, and its sums if the method has a delta."""
-    name = "return_convergence_delta"
+    option = "return_convergence_delta"
     parameters = inspect.signature(method.attribute).parameters
-    if name not in parameters or name in options or not method.has_convergence_delta():
+    if option not in parameters or option in options or not method.has_convergence_delta():
         return method.attribute(inputs, **options), None
     relevance, delta = method.attribute(inputs, **options, return_convergence_delta=True)
     parts: Sequence[Tensor] = relevance if isinstance(relevance, tuple) else (relevance,)
-    spread = parts[0].dim() == 4 and not getattr(method, "sums_pixels", True)
-    if spread or delta.shape != parts[0].shape[:1]:
+    # relevance that is interpolated over pixels does not sum to the output
+    is_spread = parts[0].dim() == 4 and not getattr(method, "sums_pixels", True)
+    if is_spread or delta.shape != parts[0].shape[:1]:
         return relevance, None
     # on the CPU: Apple's MPS has no float64
     total = torch.stack([x.detach().cpu().double().flatten(1).sum(1) for x in parts]).sum(0)
