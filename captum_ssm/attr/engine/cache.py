@@ -60,7 +60,7 @@ class Cache(NamedTuple):
         return is_erased * self._sizes()[..., source, None]
 
     def without(self, source: int, token: int) -> Tensor:
-        """Return for each token t the norm of the source's value if t did not erase it, (B, H, L)."""
+        """Return the norm of the source's value if token t did not erase it (B, H, L), by t."""
         return self.sizes(token)[..., source, None] + self.erased(source, token)
 
     def half_lives(self) -> Tensor:

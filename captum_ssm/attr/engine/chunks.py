@@ -230,7 +230,7 @@ class _Sequence:
         first = replace(request, inputs=request.inputs[:, :end], additional=additional, kept=kept)
         expected = first.output_alone
         error = float((expected - logits).abs().max() / expected.abs().max().clamp_min(1e-30))
-        if not error <= min(16 * self._granted, 0.25):
+        if not error <= min(16 * self._granted, 0.25):  # as in :mod:`.alone`; also true for NaN
             raise ReconstructionError(
                 f"{type(request.model).__name__} computes other logits for {end} tokens in two "
                 f"chunks than in one run. They differ by {error:.1e} of the largest logit. The "
@@ -256,7 +256,7 @@ class _Sequence:
         indices = [i for i, position in enumerate(self._kept.positions) if position in chunk]
         positions = [self._kept.positions[i] for i in indices]
         grads_before: dict[_Number, _Gradients] = {}
-        with self._run(chunk, border, positions, False) as (network, carried, output):
+        with self._run(chunk, border, positions, verify=False) as (network, carried, output):
             baselines = self._baselines_of(network, chunk)
             for number, parts in self.numbers.items():
                 at_logits = number.at_logits[:, indices]
@@ -281,17 +281,17 @@ class _Sequence:
         cache after the chunk, and ``at_logits`` at the chunk's logits (1, K, V).
         """
         of_cache = [x for x in tensors_of(carried.cache) if x.is_floating_point()]
-        after = [*of_cache, *chain.from_iterable(carried.left)]
+        end_tensors = [*of_cache, *chain.from_iterable(carried.left)]
 
         def part_of(label: Role | None) -> Tensor:
             """Return the part (1,) along paths of one label, or along all paths for None.
 
             Its graph has the tensors of all labels, so that each label's pass can reach them.
             """
-            grad_at = {after[i]: gradient for i, gradient in grads_after.get(label, {}).items()}
+            grad_at = {end_tensors[i]: g for i, g in grads_after.get(label, {}).items()}
             if label in (None, "content") and at_logits.shape[1]:
                 grad_at[output] = at_logits
-            reached = [output, *(after[i] for i in grads_after.get(None, {}))]
+            reached = [output, *(end_tensors[i] for i in grads_after.get(None, {}))]
             pairs = [(x, grad_at.get(x, torch.zeros_like(x))) for x in reached if x.requires_grad]
             return sum_tensors((x * g).flatten(1).sum(1, dtype=_wide(x)) for x, g in pairs)
 
@@ -315,10 +315,7 @@ class _Sequence:
         return decomposition, dict(carried.gradients)
 
     def _baselines_of(self, network: Network, chunk: range) -> Sequence[Tensor]:
-        """Return a baseline for each root of a chunk; an empty list means 0.
-
-        A mean is over the tokens of all chunks. A baseline with a value per token is cut.
-        """
+        """Return a baseline for each root of a chunk (a mean is over all chunks); empty means 0."""
         roots, tokens = network.roots, self._request.inputs.shape[1]
         baselines = self._baselines
         if self._is_mean:

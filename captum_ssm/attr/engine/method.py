@@ -191,7 +191,7 @@ class Explainer:
         inputs: Any,
         layers: Sequence[int] | None,
         additional_forward_args: Any,
-        chosen: Options,
+        layer_options: Options,
         make: Callable[[Run, Any], T],
         split: Callable[[Sequence[Layer]], Sequence[Any]] = list,
     ) -> list[T]:
@@ -203,7 +203,7 @@ class Explainer:
             split: function that groups layers, if indices count groups. Default: no grouping.
         """
         indices = None if layers is None else checks.integers("layers", layers, "layers")
-        with self._read(inputs, additional_forward_args, chosen.verify) as run:
+        with self._read(inputs, additional_forward_args, layer_options.verify) as run:
             items, results = wanted(split(run.layers), indices), dict[int, T]()
             for item in shown(items):
                 if id(item) not in results:  # groups are lists, which cannot be keys

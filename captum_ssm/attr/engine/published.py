@@ -119,10 +119,7 @@ def _not_halved(chain: Chain) -> Chain:
 
 
 def _before_the_step(layer: Layer, operator: Operator, query: Tensor) -> Operator:
-    """Set dt = 0 at the query, to reproduce the error of the hidden-attention paper's script.
-
-    Without the step the query reads the state as the token before left it.
-    """
+    """Set dt = 0 at the query, which then reads the state before its step, as the script does."""
     if isinstance(operator, Sum):
         return Sum(*(_before_the_step(layer, part, query) for part in operator.parts))
     parts = list(operator.parts) if isinstance(operator, Chain) else [operator]
@@ -133,7 +130,7 @@ def _before_the_step(layer: Layer, operator: Operator, query: Tensor) -> Operato
             index = query.unsqueeze(-1).expand(*query.shape, part.dt.shape[-1])
             parts[i] = part.at({"dt": part.dt.expand(len(query), -1, -1).scatter(1, index, 0)})
             return Chain(*parts)
-        elif part.mixes_tokens:
+        elif part.mixes_tokens:  # the script has no operator between scan and output
             break
     raise OptionError(
         "recipe='published_code' with components='s6' needs selective scans, as in the script of "

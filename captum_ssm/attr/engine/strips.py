@@ -51,7 +51,7 @@ def in_strips(
     whole_is_faster = goes_by_channel(operator, reduce) and budget.holds_matrix(operator)
 
     def changed_strips(row_range: range) -> Iterator[tuple[Strip, Tensor]]:
-        """Yield strips (a few matrix rows) of the rows ``within``, with changed entries."""
+        """Yield strips (a few matrix rows) in ``row_range``, with changed entries."""
         matrix = whole
         # up to this number of rows, all channels at once are faster
         few = budget.few_rows(operator) if reduce == "mean" else 0
@@ -99,6 +99,7 @@ def _strip_of_rows(operator: Operator, rows: range, reduce: Reduce) -> Strip:
     if reduce != "mean":
         return Strip(operator.rows(rows, reduce), rows, range(tokens))
     one = torch.ones(1, 1, 1, 1, dtype=operator.dtype, device=operator.device)
+    # entries() sums over channels, which all have the same weight in a mean
     return operator.entries(one / (heads * per_head), {0: one}, rows)
 
 
