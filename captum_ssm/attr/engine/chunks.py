@@ -139,7 +139,7 @@ class _Sequence:
         transformers = optional("transformers", "transformers", "chunk_tokens")
         request = self._request
         filled, empty = (transformers.DynamicCache(config=request.model.config) for _ in range(2))
-        with request.plainly():
+        with request.plain_settings():
             try:
                 arguments = {self._cache_name: filled, "use_cache": True}
                 call_model(request.forward_func, request.inputs[:, :1], (), arguments)

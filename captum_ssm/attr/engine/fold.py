@@ -221,7 +221,7 @@ def check_row(row: Tensor, layer: Layer) -> Tensor:
     return row
 
 
-def wanted(items: Sequence[T], indices: Sequence[int] | None) -> list[T]:
+def at_indices(items: Sequence[T], indices: Sequence[int] | None) -> list[T]:
     """Return the items (layers or stages) at the given indices; None returns all."""
     if indices is None:
         return list(items)

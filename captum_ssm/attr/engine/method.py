@@ -44,7 +44,7 @@ from ..call.targets import (
     target_index,
 )
 from .alone import require_alone
-from .fold import Options, wanted
+from .fold import Options, at_indices
 from .run import Question, Request, Run, layout_of, run_of
 
 T = TypeVar("T")
@@ -204,7 +204,7 @@ class Explainer:
         """
         indices = None if layers is None else checks.integers("layers", layers, "layers")
         with self._read(inputs, additional_forward_args, layer_options.verify) as run:
-            items, results = wanted(split(run.layers), indices), dict[int, T]()
+            items, results = at_indices(split(run.layers), indices), dict[int, T]()
             for item in shown(items):
                 if id(item) not in results:  # groups are lists, which cannot be keys
                     results[id(item)] = make(run, item)

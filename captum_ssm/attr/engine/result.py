@@ -82,7 +82,7 @@ class Result:
             "captum_ssm": __version__,
             "form": _FORM,
             "kind": type(self).__name__,
-            "state": _encoded(self._state()),
+            "state": _encode(self._state()),
         }
         return _write(path, json.dumps(content, allow_nan=False) + "\n")
 
@@ -182,6 +182,7 @@ class NamedTokens(Result, kind=False):
         for example in range(self._tokens()[0]):
             values = {name: by_example[example] for name, by_example in columns.items()}
             names = {} if self.names is None else {"token": self.names[example]}
+            # columns may differ in length for images; None fills the shorter ones
             token_values = zip_longest(*names.values(), *values.values())
             rows += [
                 dict(zip(("example", "position", *names, *values), (example, i, *row), strict=True))
@@ -245,7 +246,7 @@ def load(path: str | Path) -> Any:
             f"{', '.join(Result._kinds)} in format {_FORM}. Install that version, or save again."
         )
     try:
-        return Result._kinds[content["kind"]](**_decoded(content["state"]))
+        return Result._kinds[content["kind"]](**_decode(content["state"]))
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, AssertionError) as error:
         raise DataError(
             f"{wrong} that can be read: {type(error).__name__}: {error}. Save the result again."
@@ -283,13 +284,13 @@ def _in_notebook() -> bool:
     return hasattr(shell, "kernel")
 
 
-def _encoded(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     """Encode a value for JSON; types without a JSON equivalent become {type: content}."""
     if isinstance(value, Tensor):
-        return {"tensor": _encoded_tensor(value)}
+        return {"tensor": _encode_tensor(value)}
     name = type(value).__name__
     if name in _PARTS:
-        return {name: {f.name: _encoded(getattr(value, f.name)) for f in fields(value)}}
+        return {name: {f.name: _encode(getattr(value, f.name)) for f in fields(value)}}
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     if value is None or isinstance(value, bool | int | float | str):
@@ -297,35 +298,35 @@ def _encoded(value: Any) -> Any:
     if isinstance(value, range):
         return {"range": [value.start, value.stop]}
     if isinstance(value, tuple):
-        return {"tuple": [_encoded(x) for x in value]}
+        return {"tuple": [_encode(x) for x in value]}
     if isinstance(value, Mapping):
-        return {"dict": {str(name): _encoded(x) for name, x in value.items()}}
+        return {"dict": {str(name): _encode(x) for name, x in value.items()}}
     if not isinstance(value, Sequence):
         raise InputError(f"The result contains {value!r} ({name}). Pass tensors, numbers or lists.")
-    return [_encoded(x) for x in value]
+    return [_encode(x) for x in value]
 
 
-def _decoded(code: Any) -> Any:
-    """Convert a value that :func:`_encoded` encoded for JSON back to Python."""
+def _decode(code: Any) -> Any:
+    """Convert the result of :func:`_encode` back to the value."""
     if isinstance(code, list):
-        return [_decoded(x) for x in code]
+        return [_decode(x) for x in code]
     if not isinstance(code, dict):
         return code
     ((name, content),) = code.items()
     if name == "tensor":
-        return _decoded_tensor(content)
+        return _decode_tensor(content)
     if name == "float":
         return float(content)
     if name == "range":
         return range(*content)
     if name == "tuple":
-        return tuple(_decoded(x) for x in content)
+        return tuple(_decode(x) for x in content)
     if name == "dict":
-        return {key: _decoded(x) for key, x in content.items()}
-    return _PARTS[name](**{key: _decoded(x) for key, x in content.items()})
+        return {key: _decode(x) for key, x in content.items()}
+    return _PARTS[name](**{key: _decode(x) for key, x in content.items()})
 
 
-def _encoded_tensor(tensor: Tensor) -> dict[str, Any]:
+def _encode_tensor(tensor: Tensor) -> dict[str, Any]:
     """Encode a tensor as a dictionary of dtype, shape and values (floats as doubles)."""
     flat = tensor.detach().cpu().flatten()
     values = (flat.double() if flat.is_floating_point() else flat).tolist()
@@ -335,8 +336,8 @@ def _encoded_tensor(tensor: Tensor) -> dict[str, Any]:
     return {"dtype": dtype, "shape": list(tensor.shape), "values": values}
 
 
-def _decoded_tensor(code: Mapping[str, Any]) -> Tensor:
-    """Convert the result of :func:`_encoded_tensor` back to a tensor; raise for a damaged one."""
+def _decode_tensor(code: Mapping[str, Any]) -> Tensor:
+    """Convert the result of :func:`_encode_tensor` back to a tensor; raise for a damaged one."""
     dtype = getattr(torch, code["dtype"])
     if not isinstance(dtype, torch.dtype):  # another name of torch, in a damaged file
         raise ValueError(f"dtype={code['dtype']!r} is not a dtype of torch")

@@ -141,11 +141,11 @@ class Request:
     @functools.cached_property
     def output_alone(self) -> Tensor:
         """The output of forward_func in a plain run without hooks, cached for all methods."""
-        with self.plainly():
+        with self.plain_settings():
             return self.output(self.inputs)
 
     @contextmanager
-    def plainly(self) -> Iterator[None]:
+    def plain_settings(self) -> Iterator[None]:
         """Inside the ``with``, run the model without gradients, hooks and changes of caches."""
         # a CPU has no fused kernels, so torch functions replace them in the plain run, too
         on_cpu = self.inputs.device.type == "cpu"

@@ -119,8 +119,8 @@ def _factors(
     for part in inner:
         history = part.columns_of(history) if isinstance(part, Permute) else history
     return Factors(
-        _through(query, [(part, part.apply) for part in outer], per_head, within_head),
-        _through(key, [(part, part.transpose) for part in inner], per_head, within_head),
+        _apply_moves(query, [(part, part.apply) for part in outer], per_head, within_head),
+        _apply_moves(key, [(part, part.transpose) for part in inner], per_head, within_head),
         history,
     )
 
@@ -141,7 +141,7 @@ def _history(step: Tensor, rate: Tensor) -> Tensor:
     return exponential_(rate[:, :, None, None] * elapsed[:, :, None]).tril_()
 
 
-def _through(
+def _apply_moves(
     x: Tensor, moves: Sequence[tuple[Operator, Map]], per_head: int, within_head: Sequence[int]
 ) -> Tensor:
     """Apply diagonal operators and reorderings of tokens to a query or key (B, L, C, N).

@@ -16,7 +16,7 @@ from ...attr.call.inputs import batch_parts
 from ...attr.call.progress import bar, shown
 from ...attr.catalogue import DEFAULT, with_rules
 from ...attr.comparison import named_methods
-from ...attr.engine.fold import wanted as layers_wanted
+from ...attr.engine.fold import at_indices as layers_wanted
 from ...attr.text.spans import Spans
 from ...errors import OptionError
 from ..figure import check_labels
