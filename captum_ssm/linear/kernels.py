@@ -100,6 +100,8 @@ def _by_name(
     if reading.mode.divides and given.get("use_qk_l2norm_in_kernel"):
         given["use_qk_l2norm_in_kernel"] = False  # outside, where lengths are frozen
         given |= {name: unit_vectors(given[name]) for name in names if name in given}
+    if reading.mode.divides and given.get("normalize"):  # by sums of rows, which are constants
+        return reading.give_up(called)
     roles = {name: role for name, role in _VECTORS.items() if isinstance(given.get(name), Tensor)}
     factors = {name: given.pop(name) for name in roles}
     for name in STATES & given.keys():

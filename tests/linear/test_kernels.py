@@ -86,7 +86,7 @@ XLSTM: dict[str, Callable[[], Any]] = {
     "xLSTM of the package": lambda: xlstm_cpu.of_transformers(use_cache=False),
 }
 #: Those whose factors' roles are other functions of a kernel's arguments.
-FOR_CONTENT = ("HGRN", "LightNet", "GSA", "MesaNet", *XLSTM)
+FOR_CONTENT = ("HGRN", "LightNet", "GSA", "MesaNet", "LinearAttention norm_feature_map", *XLSTM)
 #: A mask of 2 examples, the first of which is padded.
 MASK = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
 
