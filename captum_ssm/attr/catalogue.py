@@ -146,8 +146,8 @@ class Entry(NamedTuple):
             >>> METHODS[0].options[1].words
             (None, 'frozen', 'half', 'centered', 'balanced')
         """
-        accepted = inspect.signature(self.method.attribute).parameters.values()
-        return [_option(p.name, p.default) for p in accepted if p.name not in _OF_EVERY_CALL]
+        parameters = inspect.signature(self.method.attribute).parameters.values()
+        return [_option(p.name, p.default) for p in parameters if p.name not in _OF_EVERY_CALL]
 
 
 def _option(name: str, default: Any) -> Option:
@@ -261,10 +261,10 @@ def holds_identity(method: Any) -> bool:
         >>> [holds_identity(method) for method in ("MambaAttribution", LatimFlow)]
         [True, False]
     """
-    of_kind = tuple(entry.method for entry in METHODS if entry.holds_identity)
+    classes = tuple(entry.method for entry in METHODS if entry.holds_identity)
     if isinstance(method, str):
-        return method in {each.get_name() for each in of_kind}
-    return issubclass(method if isinstance(method, type) else type(method), of_kind)
+        return method in {x.get_name() for x in classes}
+    return issubclass(method if isinstance(method, type) else type(method), classes)
 
 
 def with_rules(
@@ -283,11 +283,11 @@ def with_rules(
     """
     if methods is not DEFAULT:
         return options
-    given = dict(options or {})
-    of_both = given.pop(LatimFlow.get_name(), {})
+    by_method = dict(options or {})
+    of_both = by_method.pop(LatimFlow.get_name(), {})
     rules = zip(DEFAULT, QUESTIONS, strict=True)
-    own = {name: {"rule": rule, **of_both, **given.pop(name, {})} for name, rule in rules}
-    return own | given
+    default = {name: {"rule": rule, **of_both, **by_method.pop(name, {})} for name, rule in rules}
+    return default | by_method
 
 
 def method_named(name: str, argument: str) -> type[Attribution]:
@@ -303,16 +303,16 @@ def method_named(name: str, argument: str) -> type[Attribution]:
         >>> [method_named(name, "methods").__name__ for name in ("latim_flow", "Input X Gradient")]
         ['LatimFlow', 'InputXGradient']
     """
-    known: dict[str, Any] = {each.__name__: each for each in OFFERED}
-    found = known_as(name, known)
-    if found is None:
-        known |= {each.name: each for each in entry_points(group="captum_ssm.methods")}
-        found = known_as(name, known)
-    if found is None:
+    known: dict[str, Any] = {x.__name__: x for x in OFFERED}
+    key = known_as(name, known)
+    if key is None:
+        known |= {x.name: x for x in entry_points(group="captum_ssm.methods")}
+        key = known_as(name, known)
+    if key is None:
         raise OptionError(
             f"{argument} contains {name!r}, which is not a method.{meant(name, known)} Pass one of "
             f"{', '.join(known)}."
         )
-    chosen = known[found]
-    method: type[Attribution] = chosen if isinstance(chosen, type) else chosen.load()
+    offered = known[key]
+    method: type[Attribution] = offered if isinstance(offered, type) else offered.load()
     return method

@@ -72,7 +72,7 @@ class Comparison(dict[str, Tensor], NamedTokens):
         self.sums = dict(sums or {})
 
     def __repr__(self) -> str:
-        shapes = ", ".join(f"{name} {tuple(found.shape)}" for name, found in self.items())
+        shapes = ", ".join(f"{name} {tuple(relevance.shape)}" for name, relevance in self.items())
         return f"Comparison({shapes})"
 
     def against(self, before: Comparison) -> Comparison:
@@ -96,35 +96,36 @@ class Comparison(dict[str, Tensor], NamedTokens):
             >>> found.names, found["m, difference"].tolist()
             ((('the', 'kite → lamp'),), [[0.5, 3.0]])
         """
-        (count, here), (count_before, there) = self._tokens(), before._tokens()
+        (count, length), (count_before, old_length) = self._tokens(), before._tokens()
         if list(self) != list(before) or count > 1 or count_before > 1:
             raise InputError(
                 f"before has {count_before} examples for {', '.join(before)}, but this result has "
                 f"{count} for {', '.join(self)}. Pass one example each, and the same methods."
             )
-        if (self.names is None or before.names is None) and here != there:
+        if (self.names is None or before.names is None) and length != old_length:
             raise InputError(
-                f"before has {there} tokens and this result has {here}, but they cannot be aligned "
-                "without names. Pass tokenizer= to compare(), or call named(tokens) on both."
+                f"before has {old_length} tokens and this result has {length}, but they cannot be "
+                "aligned without names. Pass tokenizer= to compare(), or call named(tokens) on "
+                "both."
             )
-        names: tuple[Sequence[Any], Sequence[Any]] = (range(there), range(here))
+        names: tuple[Sequence[Any], Sequence[Any]] = (range(old_length), range(length))
         if self.names is not None and before.names is not None:
             names = (before.names[0], self.names[0])
-        places = aligned(*names)
-        found: dict[str, Tensor] = {}
+        pairs = aligned(*names)
+        out: dict[str, Tensor] = {}
         for name, after in self.items():
             old, new = (
-                torch.stack([x.new_zeros(()) if i is None else x[0, i] for i in each])[None]
-                for x, each in zip((before[name], after), zip(*places, strict=True), strict=True)
+                torch.stack([x.new_zeros(()) if i is None else x[0, i] for i in run])[None]
+                for x, run in zip((before[name], after), zip(*pairs, strict=True), strict=True)
             )
-            found |= {f"{name}, before": old, name: new, f"{name}, difference": new - old}
+            out |= {f"{name}, before": old, name: new, f"{name}, difference": new - old}
         if self.names is None:
-            return Comparison(found)
-        said = []
-        for pair in places:
-            both = [n[i] for n, i in zip(names, pair, strict=True) if i is not None]
-            said.append(" → ".join(map(str, dict.fromkeys(both))))
-        return Comparison(found).named(said)
+            return Comparison(out)
+        labels = []
+        for pair in pairs:
+            texts = [x[i] for x, i in zip(names, pair, strict=True) if i is not None]
+            labels.append(" → ".join(map(str, dict.fromkeys(texts))))
+        return Comparison(out).named(labels)
 
     def _state(self) -> dict[str, Any]:
         return {"relevance": dict(self), "names": self.names, "sums": self.sums}
@@ -142,11 +143,11 @@ class Comparison(dict[str, Tensor], NamedTokens):
 
 def aligned(before: Sequence[Any], after: Sequence[Any]) -> list[tuple[int | None, int | None]]:
     """Align two lists of tokens; return pairs of positions, None for a token without a partner."""
-    found: list[tuple[int | None, int | None]] = []
+    pairs: list[tuple[int | None, int | None]] = []
     matcher = SequenceMatcher(None, list(before), list(after), autojunk=False)
-    for _, start, end, begin, stop in matcher.get_opcodes():
-        found += zip_longest(range(start, end), range(begin, stop))
-    return found
+    for _, start_before, end_before, start_after, end_after in matcher.get_opcodes():
+        pairs += zip_longest(range(start_before, end_before), range(start_after, end_after))
+    return pairs
 
 
 @called_by_name
@@ -215,62 +216,64 @@ def compare(
         >>> {name: tuple(relevance.shape) for name, relevance in found.items()}
         {'ImplicitAttentionRollout': (1, 4), 'MambaAttribution': (1, 4), 'LatimFlow': (1, 4)}
     """
-    given = {"inputs": inputs, "target": target, "additional_forward_args": additional_forward_args}
+    args = {"inputs": inputs, "target": target, "additional_forward_args": additional_forward_args}
     reader = Reader(tokenizer, forward_func, model)
-    reader.read(given, {})
-    target = given["target"]
-    tensor, _ = single_input(given["inputs"])
-    additional = as_tuple(given["additional_forward_args"])
+    reader.read(args, {})
+    target = args["target"]
+    tensor, _ = single_input(args["inputs"])
+    additional = as_tuple(args["additional_forward_args"])
     check_batch(tensor, additional)
     checks.flags(per_token=per_token, show_progress=show_progress)
     from .catalogue import DEFAULT, with_rules  # it imports all methods
 
     methods = DEFAULT if methods is None else methods
     options = with_rules(methods, options)
-    named = named_methods(methods)
-    made = {name: _made(method, forward_func, model, layers) for name, method in named.items()}
-    chosen = _chosen(options, made)
+    by_name = named_methods(methods)
+    instances = {name: _instance_of(x, forward_func, model, layers) for name, x in by_name.items()}
+    options_by_method = _options_by_method(options, instances)
     embedded: dict[str, Tensor] = {}
-    for name, method in made.items():
-        _check_foreign(name, method, chosen[name])
-        if _takes_gradients_at(method, tensor):
-            embedded[name] = _embeddings(name, isinstance(named[name], type), forward_func, tensor)
-    ours = [method for method in made.values() if isinstance(method, SSMAttribution)]
-    foreign = len(ours) < len(made)
+    for name, method in instances.items():
+        _check_required(name, method, options_by_method[name])
+        if _needs_embeddings(method, tensor):
+            embedded[name] = _embed(name, isinstance(by_name[name], type), forward_func, tensor)
+    own = [method for method in instances.values() if isinstance(method, SSMAttribution)]
+    has_foreign = len(own) < len(instances)
     grid = None
-    if foreign and tensor.dim() == 4:
+    if has_foreign and tensor.dim() == 4:
         grid = PatchGrid(find_model(forward_func, model))
-    parts: dict[str, list[Tensor]] = {name: [] for name in made}
+    results: dict[str, list[Tensor]] = {name: [] for name in instances}
     sums: dict[str, list[Sums]] = {}
     with bar("compare", show_progress):
-        for cut in shown(list(batch_parts(len(tensor), internal_batch_size))):
-            with _sharing(ours), cut.counting():
-                further = cut.target(target), tuple(cut(a) for a in additional)
-                for name, method in shown(list(made.items()), list(made)):
-                    of_method = {key: _cut(cut, key, value) for key, value in chosen[name].items()}
-                    arguments = (cut(embedded.get(name, tensor)), *further)
-                    summed = per_token or name in embedded
-                    own = isinstance(method, SSMAttribution)
-                    expected = _expected(method, of_method, len(arguments[0]))
+        for part in shown(list(batch_parts(len(tensor), internal_batch_size))):
+            with _shared_run(own), part.counting():
+                rest = part.target(target), tuple(part(a) for a in additional)
+                for name, method in shown(list(instances.items()), list(instances)):
+                    options = {
+                        k: _select_examples(part, k, v) for k, v in options_by_method[name].items()
+                    }
+                    arguments = (part(embedded.get(name, tensor)), *rest)
+                    by_token = per_token or name in embedded
+                    is_own = isinstance(method, SSMAttribution)
+                    examples = _examples_to_run(method, options, len(arguments[0]))
                     with (
                         nullcontext()
-                        if own
-                        else counting_runs(find_model(forward_func, model), expected)
+                        if is_own
+                        else counting_runs(find_model(forward_func, model), examples)
                     ):
-                        found, its_sums = _relevance(method, arguments, of_method, summed, grid)
+                        found, its_sums = _relevance(method, arguments, options, by_token, grid)
                     if not isinstance(found, Tensor):
                         raise OptionError(
                             f"The method {name} returned {type(found).__name__}, not one tensor. "
                             "Leave out options such as return_convergence_delta, and methods of "
                             "several inputs."
                         )
-                    parts[name].append(found.detach().to(tensor.device))
+                    results[name].append(found.detach().to(tensor.device))
                     if its_sums is not None:
                         sums.setdefault(name, []).append(its_sums)
-    relevance = {name: torch.cat(found) for name, found in parts.items()}
-    named_by = None if reader.codec is None or tensor.dim() != 2 else reader.codec
-    names = None if named_by is None else tuple(Tokens.of(named_by, ids) for ids in tensor)
-    return Comparison(relevance, names, {name: joined(each) for name, each in sums.items()})
+    relevance = {name: torch.cat(found) for name, found in results.items()}
+    codec = None if reader.codec is None or tensor.dim() != 2 else reader.codec
+    names = None if codec is None else tuple(Tokens.of(codec, ids) for ids in tensor)
+    return Comparison(relevance, names, {name: joined(x) for name, x in sums.items()})
 
 
 def named_methods(methods: Method | Sequence[Method] | Mapping[str, Method]) -> Named:
@@ -287,9 +290,9 @@ def named_methods(methods: Method | Sequence[Method] | Mapping[str, Method]) -> 
     if not len(methods):
         raise OptionError("methods is empty. Pass at least one method, such as MambaAttribution.")
     if isinstance(methods, Mapping):
-        return {name: _checked(method) for name, method in methods.items()}
+        return {name: _check_method(method) for name, method in methods.items()}
     named: Named = {}
-    for method in map(_checked, methods):
+    for method in map(_check_method, methods):
         name, count = method.get_name(), 1
         while (unique := name if count == 1 else f"{name} ({count})") in named:
             count += 1
@@ -297,7 +300,7 @@ def named_methods(methods: Method | Sequence[Method] | Mapping[str, Method]) -> 
     return named
 
 
-def _checked(method: Any) -> Attribution | type[Attribution]:
+def _check_method(method: Any) -> Attribution | type[Attribution]:
     """Check a method, its class or its name; return the method or the class."""
     if isinstance(method, str):
         from .catalogue import method_named  # it imports all methods
@@ -309,8 +312,9 @@ def _checked(method: Any) -> Attribution | type[Attribution]:
             f"methods contains {method!r}, which is not a Captum Attribution. Pass methods of "
             "captum_ssm or captum.attr that explain one tensor."
         )
-    known = issubclass(kind, SSMAttribution) or _required(kind) in (["forward_func"], ["model"])
-    if isinstance(method, type) and not known:
+    # simple: the class can be constructed from the model alone, by _instance_of
+    simple = issubclass(kind, SSMAttribution) or _required(kind) in (["forward_func"], ["model"])
+    if isinstance(method, type) and not simple:
         raise OptionError(
             f"methods contains the class {method.__name__}, which needs further arguments. Pass an "
             f"instance, {method.__name__}(...)."
@@ -321,11 +325,11 @@ def _checked(method: Any) -> Attribution | type[Attribution]:
 def _required(function: Callable[..., Any]) -> list[str]:
     """Return the names of arguments without a default, for a function or a class."""
     parameters = inspect.signature(function).parameters.values()
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in several]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
 
 
-def _made(
+def _instance_of(
     method: Attribution | type[Attribution],
     forward_func: Callable[..., Any],
     model: nn.Module | None,
@@ -336,8 +340,8 @@ def _made(
         return method
     if issubclass(method, SSMAttribution):
         return method(forward_func, model, layers)
-    make: Callable[..., Attribution] = method
-    return make(_Logits(forward_func))
+    captum_class: Callable[..., Attribution] = method
+    return captum_class(_Logits(forward_func))
 
 
 class _Logits(nn.Module):
@@ -352,7 +356,7 @@ class _Logits(nn.Module):
         return logits_of(call_model(self.forward_func, inputs, additional))
 
 
-def _check_foreign(name: str, method: Attribution, options: Mapping[str, Any]) -> None:
+def _check_required(name: str, method: Attribution, options: Mapping[str, Any]) -> None:
     """Raise if a method of Captum needs an argument that is not among its options."""
     if isinstance(method, SSMAttribution):
         return
@@ -364,61 +368,59 @@ def _check_foreign(name: str, method: Attribution, options: Mapping[str, Any]) -
         )
 
 
-def _takes_gradients_at(method: Attribution, ids: Tensor) -> bool:
+def _needs_embeddings(method: Attribution, ids: Tensor) -> bool:
     """Return True if a Captum method needs gradients at inputs, but the inputs are token ids."""
-    at_inputs = isinstance(method, GradientAttribution) and not isinstance(
+    takes_gradients = isinstance(method, GradientAttribution) and not isinstance(
         method, InternalAttribution | SSMAttribution
     )
-    return at_inputs and not ids.is_floating_point()
+    return takes_gradients and not ids.is_floating_point()
 
 
-def _embeddings(
-    name: str, made_here: bool, forward_func: Callable[..., Any], ids: Tensor
-) -> Tensor:
+def _embed(name: str, made_here: bool, forward_func: Callable[..., Any], ids: Tensor) -> Tensor:
     """Return the embeddings of ids; raise if they are not found, or the user made the method."""
-    found = embeddings_of(forward_func, ids) if made_here else None
-    if found is None:
+    embeddings = embeddings_of(forward_func, ids) if made_here else None
+    if embeddings is None:
         raise InputError(
             f"The method {name} needs gradients at inputs, but token ids have none. Pass "
             "embeddings (B, L, E) and a forward_func that takes them, or leave the method out."
         )
-    return found
+    return embeddings
 
 
-def _sharing(methods: Sequence[SSMAttribution]) -> AbstractContextManager[None]:
-    """Return a context in which the methods share one forward run."""
-    traced = [method for method in methods if isinstance(method, ImplicitMethod)]
-    graph: Graph = "all" if any(method.needs_gradient for method in traced) else "tail"
-    return shared_forward(graph, streams=any(method.needs_streams for method in traced))
+def _shared_run(methods: Sequence[SSMAttribution]) -> AbstractContextManager[None]:
+    """Return a context in which the methods share one run, with the graph that they need."""
+    implicit = [method for method in methods if isinstance(method, ImplicitMethod)]
+    graph: Graph = "all" if any(method.needs_gradient for method in implicit) else "tail"
+    return shared_forward(graph, streams=any(method.needs_streams for method in implicit))
 
 
-def _chosen(
-    options: Mapping[str, Mapping[str, Any]] | None, names: Mapping[str, Any]
+def _options_by_method(
+    options: Mapping[str, Mapping[str, Any]] | None, methods: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
     """Check the argument ``options``, and return the options of each method by name."""
-    named: Any = {} if options is None else options
-    if not isinstance(named, Mapping) or not all(isinstance(x, Mapping) for x in named.values()):
+    dicts: Any = {} if options is None else options
+    if not isinstance(dicts, Mapping) or not all(isinstance(x, Mapping) for x in dicts.values()):
         raise OptionError(
             f"options={options!r} is not a dict of dicts. Pass the arguments of each method by the "
             "method's name, such as options={'LatimFlow': {'zero_bias': True}}."
         )
-    for name in named:
-        if name not in names:
-            raise OptionError(f"options has the key {name!r}. Pass only keys from {list(names)}.")
-    return {name: named.get(name, {}) for name in names}
+    for name in dicts:
+        if name not in methods:
+            raise OptionError(f"options has the key {name!r}. Pass only keys from {list(methods)}.")
+    return {name: dicts.get(name, {}) for name in methods}
 
 
-def _cut(cut: BatchPart, name: str, value: Any) -> Any:
+def _select_examples(cut: BatchPart, name: str, value: Any) -> Any:
     """Return an option's value for the part of the batch that ``cut`` selects."""
     return cut.target(value) if name == "contrast" else cut(value)
 
 
-def _expected(method: Attribution, options: Mapping[str, Any], batch: int) -> int | None:
-    """Return how many examples Captum's method runs together; None if no option says so."""
-    known = inspect.signature(method.attribute).parameters
+def _examples_to_run(method: Attribution, options: Mapping[str, Any], batch: int) -> int | None:
+    """Return how many examples Captum's method runs for a batch; None if no option says so."""
+    parameters = inspect.signature(method.attribute).parameters
     for name in ("n_steps", "n_samples", "nt_samples"):
-        if name in known:
-            count = options.get(name, known[name].default)
+        if name in parameters:
+            count = options.get(name, parameters[name].default)
             return batch * count if isinstance(count, int) else None
     return None
 
@@ -432,11 +434,13 @@ def _relevance(
 ) -> tuple[Any, Sums | None]:
     """Call a method; return relevance (per token, for Captum's methods too) and :class:`.Sums`."""
     inputs, target, additional = arguments
-    named = {"target": target, "additional_forward_args": additional or None}
+    keywords = {"target": target, "additional_forward_args": additional or None}
     if isinstance(method, SSMAttribution):
-        return attribute_with_sums(method, inputs, **named, **{"per_token": per_token, **options})
+        return attribute_with_sums(
+            method, inputs, **keywords, **{"per_token": per_token, **options}
+        )
     with nullcontext() if grid is None else grid.watch():
-        found, sums = attribute_with_sums(method, inputs, **named, **options)
-    if not per_token or not isinstance(found, Tensor) or found.dim() == 2:
-        return found, sums
-    return found.sum(-1) if grid is None else grid.sums(found), sums
+        relevance, sums = attribute_with_sums(method, inputs, **keywords, **options)
+    if not per_token or not isinstance(relevance, Tensor) or relevance.dim() == 2:
+        return relevance, sums
+    return relevance.sum(-1) if grid is None else grid.sums(relevance), sums

@@ -62,31 +62,31 @@ class FlowMethod(LinearMethod):
         verify: bool | float | None,
         *,
         by_layer: bool,
-        **more: bool,
+        **flags: bool,
     ) -> Rules:
         """Check the options of the linear network, and return them as :class:`.Rules`."""
-        chosen: Rule = self.default_rule if rule is None else checks.choice("rule", rule, FAMILY)
-        checks.flags(zero_bias=zero_bias, **more)
-        if zero_bias and chosen not in ("frozen", "half"):
+        name: Rule = self.default_rule if rule is None else checks.choice("rule", rule, FAMILY)
+        checks.flags(zero_bias=zero_bias, **flags)
+        if zero_bias and name not in ("frozen", "half"):
             raise OptionError(
-                f"zero_bias=True removes constants, but rule={chosen!r} needs the constant "
+                f"zero_bias=True removes constants, but rule={name!r} needs the constant "
                 "contribution of the baselines. Pass rule='frozen' or 'half', or zero_bias=False."
             )
         verify = not zero_bias if verify is None else checks.tolerance("verify", verify)
         return Rules(
-            chosen,
+            name,
             constants=not zero_bias,
             by_layer=by_layer,
             verify=verify,
             recompute=self.recompute,
             chunk_tokens=self.chunk_tokens,
-            **more,
+            **flags,
         )
 
     def _relevance(
         self,
         inputs: Tensor | tuple[Tensor, ...],
-        asked: Against,
+        target: Against,
         additional_forward_args: Any,
         rules: Rules,
         baselines: Baselines,
@@ -101,20 +101,21 @@ class FlowMethod(LinearMethod):
         ``ends`` is a value inside the network to explain; None for the output.
         """
         checks.flags(per_token=per_token)
-        given = out_of_tuple(baselines)
+        references = out_of_tuple(baselines)
 
         def explain(
-            request: Request, questions: Sequence[Against], cut: BatchPart
+            request: Request, targets: Sequence[Against], batch_part: BatchPart
         ) -> list[Explained]:
-            """Return for each question relevance, the delta (B,), and relevance of more inputs."""
+            """Return for each target the relevance, delta (B,), and relevance of further inputs."""
             request = replace(request, ends=ends)
-            images = any(x.dim() == 4 for x in (request.inputs, *request.others))
-            grid = PatchGrid(request.model) if images and per_token else None
+            has_images = any(x.dim() == 4 for x in (request.inputs, *request.others))
+            grid = PatchGrid(request.model) if has_images and per_token else None
             with nullcontext() if grid is None else grid.watch():
-                found = decompositions(request, questions, rules, cut(given))
+                results = decompositions(request, targets, rules, batch_part(references))
             by_token = request.inputs.dim() == 2  # ids, or one number for each token
 
-            def shown(relevance: Tensor) -> Tensor:
+            def summed(relevance: Tensor) -> Tensor:
+                """Sum over the features or pixels of each token, if ``per_token``."""
                 if not per_token:
                     return relevance
                 if grid is not None and relevance.dim() == 4:
@@ -122,18 +123,14 @@ class FlowMethod(LinearMethod):
                 return relevance.flatten(min(2, relevance.dim() - 1)).sum(-1)
 
             return [
-                (
-                    each.tokens if by_token else shown(each.inputs),
-                    each.delta,
-                    *map(shown, each.others),
-                )
-                for each in found
+                (x.tokens if by_token else summed(x.inputs), x.delta, *map(summed, x.others))
+                for x in results
             ]
 
         return self._attribute(
             inputs,
-            asked.target,
-            asked.contrast,
+            target.target,
+            target.contrast,
             additional_forward_args,
             explain,
             internal_batch_size=internal_batch_size,
@@ -292,7 +289,7 @@ class LatimFlow(FlowMethod):
             A :class:`~captum_ssm.attr.engine.decompose.Decomposition`, whose ``inputs`` and
             ``biases`` sum to ``output``.
         """
-        (found,) = self.decompose_each(
+        (decomposition,) = self.decompose_each(
             inputs,
             [target],
             additional_forward_args,
@@ -305,7 +302,7 @@ class LatimFlow(FlowMethod):
             internal_batch_size=internal_batch_size,
             verify=verify,
         )
-        return found
+        return decomposition
 
     def decompose_each(
         self,
@@ -335,20 +332,20 @@ class LatimFlow(FlowMethod):
             One decomposition for each target.
         """
         baselines = out_of_tuple(baselines)
-        more = {"by_role": roles, "features": features}
-        rules = self._rules(rule, zero_bias, verify, by_layer=True, **more)
-        one, others = self._inputs(inputs)
-        found = self._by_parts(
-            one,
+        flags = {"by_role": roles, "features": features}
+        rules = self._rules(rule, zero_bias, verify, by_layer=True, **flags)
+        first, further = self._inputs(inputs)
+        by_target = self._by_parts(
+            first,
             [Against(target, contrast) for target in each_of(targets).targets],
             additional_forward_args,
             internal_batch_size,
-            lambda request, questions, cut: decompositions(
-                request, questions, rules, cut(baselines)
+            lambda request, targets, batch_part: decompositions(
+                request, targets, rules, batch_part(baselines)
             ),
-            others,
+            further,
         )
-        return list(map(stacked, found))
+        return list(map(stacked, by_target))
 
     def answer_in_turn(
         self,
@@ -375,15 +372,15 @@ class LatimFlow(FlowMethod):
             The return value of the generator that ``ask`` returns.
         """
         rules = self._rules(rule, zero_bias, verify, by_layer=False)
-        start = out_of_tuple(baselines)
-        ((found,),) = self._by_parts(
+        references = out_of_tuple(baselines)
+        ((result,),) = self._by_parts(
             inputs,
             [None],
             additional_forward_args,
             None,
-            lambda request, _, cut: [in_turn(request, positions, ask, rules, start)],
+            lambda request, _, batch_part: [in_turn(request, positions, ask, rules, references)],
         )
-        return found
+        return result
 
     def compute_convergence_delta(
         self,
@@ -408,7 +405,7 @@ class LatimFlow(FlowMethod):
         Returns:
             The delta (B,), 0 up to rounding.
         """
-        found = self.decompose(
+        result = self.decompose(
             inputs,
             target,
             additional_forward_args,
@@ -419,7 +416,7 @@ class LatimFlow(FlowMethod):
             roles=False,
             verify=verify,
         )
-        return self._delta(found, [found.inputs, *found.others], attributions)
+        return self._delta(result, [result.inputs, *result.others], attributions)
 
 
 class MambaLRP(LatimFlow):

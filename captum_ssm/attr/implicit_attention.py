@@ -105,26 +105,26 @@ class ImplicitAttention(ImplicitMethod):
         chosen = options(components, reduce, heads, start_layer, recipe, verify)
 
         def relevance(run: Run) -> Tensor:
-            used = chosen.used(run.layers)
-            query_at = None
+            used_layers = chosen.used(run.layers)
+            query_positions = None
             if recipe == "published_code":
-                query_at = published.query_positions(run.weights)
-            weights, total, at = run.weights, torch.zeros_like(run.weights), run.layers[-1]
+                query_positions = published.query_positions(run.weights)
+            weights, total, latest = run.weights, torch.zeros_like(run.weights), run.layers[-1]
             with torch.no_grad():
-                for layer in shown(used[::-1]):
+                for layer in shown(used_layers[::-1]):
                     operator = chosen.operator(layer)
-                    if query_at is None:
-                        weights = carry(weights.to(layer.values), at, layer)
+                    if query_positions is None:
+                        weights = carry(weights.to(layer.values), latest, layer)
                         row = reduced(operator, chosen.reduce, Budget()).rmatvec(weights)
                         row = layer.linear.branch_scale * row
                     else:
-                        published.check_tokens(layer, at)
-                        keep = None if run.mask is None else run.mask.to(operator.device)
-                        rows = published.rows(layer, operator, query_at, chosen)
-                        row = published.raw_row(rows, keep)
-                    total, at = carry(total.to(row), at, layer) + row, layer
-                mean = carry(total, at, run.layers[0]) / len(used)
-            return mean if query_at is None else published.finish(mean, query_at)
+                        published.check_tokens(layer, latest)
+                        is_real = None if run.mask is None else run.mask.to(operator.device)
+                        rows = published.rows(layer, operator, query_positions, chosen)
+                        row = published.raw_row(rows, is_real)
+                    total, latest = carry(total.to(row), latest, layer) + row, layer
+                mean = carry(total, latest, run.layers[0]) / len(used_layers)
+            return mean if query_positions is None else published.finish(mean, query_positions)
 
         return self._attribute(
             inputs,
@@ -170,8 +170,8 @@ class ImplicitAttention(ImplicitMethod):
 
         def make(run: Run, layer: Layer) -> Tensor:
             # a view would keep a wider matrix in memory
-            found = chosen.operator(layer).dense(chosen.reduce).contiguous()
-            return found.to(run.request.inputs.device)
+            matrix = chosen.operator(layer).dense(chosen.reduce).contiguous()
+            return matrix.to(run.request.inputs.device)
 
         return self._of_layers(inputs, layers, additional_forward_args, chosen, make)
 

@@ -101,7 +101,7 @@ class LatimALTI(LatimMethod, ImplicitMethod):
         Raises:
             CaptumSSMError: as in :meth:`ImplicitAttention.attribute`.
         """
-        chosen = read_options(start_layer, verify)
+        options = read_options(start_layer, verify)
         checks.choice("aggregate", aggregate, AGGREGATES)
         if aggregate == "rollout" and not self.residual:
             raise OptionError(
@@ -110,18 +110,20 @@ class LatimALTI(LatimMethod, ImplicitMethod):
             )
 
         def relevance(run: Run) -> Tensor:
-            used = stages(chosen.used(run.layers))
-            row, mean, at = run.weights, torch.zeros_like(run.weights), run.layers[-1]
+            used_stages = stages(options.used(run.layers))
+            row, mean, latest = run.weights, torch.zeros_like(run.weights), run.layers[-1]
             with torch.no_grad():
-                for stage in shown(used[::-1]):
-                    row = carry(row.to(stage[-1].values), at, stage[-1])
-                    mean, at = carry(mean.to(row), at, stage[-1]), stage[-1]
-                    found = check_row(self._mixing(stage, run, chosen.verify).rmatvec(row), at)
+                for stage in shown(used_stages[::-1]):
+                    row = carry(row.to(stage[-1].values), latest, stage[-1])
+                    mean, latest = carry(mean.to(row), latest, stage[-1]), stage[-1]
+                    product = check_row(
+                        self._mixing(stage, run, options.verify).rmatvec(row), latest
+                    )
                     if aggregate == "rollout":
-                        row = found
+                        row = product
                     else:
-                        mean = mean + found / len(used)
-                return carry(row if aggregate == "rollout" else mean, at, run.layers[0])
+                        mean = mean + product / len(used_stages)
+                return carry(row if aggregate == "rollout" else mean, latest, run.layers[0])
 
         return self._attribute(
             inputs,
@@ -159,15 +161,15 @@ class LatimALTI(LatimMethod, ImplicitMethod):
             One tensor (B, Q, L) per map, in which rows sum to 1. The row of a padded token is 1 at
             this token.
         """
-        chosen = read_options(0, verify)
+        options = read_options(0, verify)
 
         def make(run: Run, stage: Sequence[Layer]) -> Tensor:
-            mixing = self._mixing(stage, run, chosen.verify)
+            mixing = self._mixing(stage, run, options.verify)
             last = stage[-1]
             index = query_index(positions, last.operator.shape[:2], last.values.device)
             return mixing.rows(index).to(run.request.inputs.device)
 
-        return self._of_layers(inputs, layers, additional_forward_args, chosen, make, stages)
+        return self._of_layers(inputs, layers, additional_forward_args, options, make, stages)
 
     def _mixing(self, stage: Sequence[Layer], run: Run, verify: bool | float) -> AltiShares:
         """Verify parallel layers, and return the mixing matrix of the sum of their outputs."""

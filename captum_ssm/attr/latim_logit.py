@@ -30,11 +30,11 @@ class _Options:
     """The checked options of a :class:`LatimLogit` call.
 
     Attributes:
-        make: function that returns the mixing matrix with which relevance is traced back.
+        make_shares: function that returns the mixing matrix for tracing relevance back.
         verify: whether operators are checked against their modules; a number is the tolerance.
     """
 
-    make: MakeShares
+    make_shares: MakeShares
     verify: bool | float
 
 
@@ -117,15 +117,16 @@ class LatimLogit(LatimMethod, LinearMethod):
             ReconstructionError: if ``verify`` finds an operator that differs from its module.
         """
         checks.flags(per_token=per_token)
-        chosen = self._options(mixing, verify)
+        options = self._options(mixing, verify)
 
         def explain(
-            request: Request, questions: Sequence[Against], cut: BatchPart
+            request: Request, targets: Sequence[Against], batch_part: BatchPart
         ) -> list[Explained]:
+            """Return each target's relevance, and its delta (B,), for one part of the batch."""
             with layout_of(request, per_token) as layout:
-                run, found = self._contributions(request, questions, chosen)
-                rows = run.laid_out([parts.tokens for parts in found], layout)
-            return [(row, parts.delta) for row, parts in zip(rows, found, strict=True)]
+                run, contributions = self._contributions(request, targets, options)
+                rows = run.laid_out([x.tokens for x in contributions], layout)
+            return [(row, x.delta) for row, x in zip(rows, contributions, strict=True)]
 
         return self._attribute(
             inputs,
@@ -159,17 +160,17 @@ class LatimLogit(LatimMethod, LinearMethod):
         Returns:
             A :class:`~captum_ssm.attr.vectors.logit.LogitContributions`.
         """
-        chosen = self._options(mixing, verify)
-        ((found,),) = self._by_parts(
+        options = self._options(mixing, verify)
+        ((contributions,),) = self._by_parts(
             single_input(inputs)[0],
             [Against(target, contrast)],
             additional_forward_args,
             None,
-            lambda request, questions, cut: self._contributions(
-                request, questions, chosen, by_layer=True
+            lambda request, targets, batch_part: self._contributions(
+                request, targets, options, by_layer=True
             )[1],
         )
-        return found
+        return contributions
 
     def compute_convergence_delta(
         self,
@@ -199,61 +200,72 @@ class LatimLogit(LatimMethod, LinearMethod):
                 f"inputs {tuple(images.shape)} are images, whose relevance is interpolated and has "
                 "no exact sum. For the delta, call attribute(..., return_convergence_delta=True)."
             )
-        found = self.decompose(
+        contributions = self.decompose(
             inputs, target, additional_forward_args, contrast=contrast, mixing=mixing
         )
-        return self._delta(found, [found.tokens], attributions)
+        return self._delta(contributions, [contributions.tokens], attributions)
 
     def _options(self, mixing: str, verify: bool | float) -> _Options:
-        make = MIXINGS[checks.choice("mixing", mixing, MIXINGS)]
-        chosen = read_options(0, verify)
-        return _Options(make, chosen.verify)
+        """Check the options of a call."""
+        make_shares = MIXINGS[checks.choice("mixing", mixing, MIXINGS)]
+        common = read_options(0, verify)
+        return _Options(make_shares, common.verify)
 
     def _contributions(
         self,
         request: Request,
-        questions: Sequence[Against],
-        chosen: _Options,
+        targets: Sequence[Against],
+        options: _Options,
         by_layer: bool = False,
     ) -> tuple[Run, list[LogitContributions]]:
-        """Run the model once; return the run, and the contributions to the value of each target."""
-        request = replace(request, direct=True, verify=chosen.verify is not False)
-        kept = kept_positions(request.forward_func, request.inputs, request.additional, questions)
-        run = traced(replace(request, kept=kept))
-        if kept is not None and not kept.fit(run.output):
-            run = traced(request)
+        """Run the model once; return the run, and the contributions to each target's value.
+
+        ``by_layer`` traces each layer's contribution back separately; see :meth:`decompose`.
+        """
+        request = replace(request, direct=True, verify=options.verify is not False)
+        head_positions = kept_positions(
+            request.forward_func, request.inputs, request.additional, targets
+        )
+        run = traced(replace(request, kept=head_positions))
+        if head_positions is not None and not head_positions.fit(run.output):
+            run = traced(request)  # the model ignored the argument: use its logits at all positions
         with ExitStack() as stack:
             for device in {layer.output.device for layer in run.layers}:
                 stack.enter_context(full_precision(device))
             for layer in run.layers:
-                verify_layer(layer, chosen.verify)
-            run = replace(run, questions=[_question(run, each) for each in questions])
-            found = contributions_to(run, self.activation, chosen.make, by_layer=by_layer)
-        if self.activation == "linearized" and chosen.verify is not False:
-            _require_sums(found, run)
-        numbers = [(q, x.output) for q, x in zip(questions, found, strict=True)]
-        require_alone(run, chosen.verify, numbers)
-        return run, found
+                verify_layer(layer, options.verify)
+            run = replace(run, questions=[_question_for(run, t) for t in targets])
+            contributions = contributions_to(
+                run, self.activation, options.make_shares, by_layer=by_layer
+            )
+        if self.activation == "linearized" and options.verify is not False:
+            _check_sums(contributions, run)
+        values = [(t, x.output) for t, x in zip(targets, contributions, strict=True)]
+        require_alone(run, options.verify, values)
+        return run, contributions
 
 
-def _question(run: Run, asked: Against) -> Question:
-    """Return a target with the value to explain (B,), whose graph has only direct paths."""
-    kept = run.request.kept
-    whole = run.output if kept is None else kept.whole(run.output)
-    require_real_target(target_index(asked.target, whole), whole, run.mask)
+def _question_for(run: Run, target: Against) -> Question:
+    """Return a target with its value (B,), whose graph has direct paths only (``direct=True``)."""
+    head_positions = run.request.kept
+    all_logits = run.output if head_positions is None else head_positions.whole(run.output)
+    require_real_target(target_index(target.target, all_logits), all_logits, run.mask)
     with torch.enable_grad():
-        number, constant = contrasted(run.output, asked.target, asked.contrast, kept)
-    if not number.requires_grad:
+        value, constant = contrasted(run.output, target.target, target.contrast, head_positions)
+    if not value.requires_grad:
         raise not_reached()
-    return Question(asked.target, torch.zeros_like(number), number, constant)
+    # query weights are a required field, but this method uses none
+    return Question(target.target, torch.zeros_like(value), value, constant)
 
 
-def _require_sums(found: Sequence[LogitContributions], run: Run) -> None:
+def _check_sums(contributions: Sequence[LogitContributions], run: Run) -> None:
     """Raise unless the contributions for each target sum to the explained value."""
     if not {layer.output.dtype for layer in run.layers} <= {torch.float32, torch.float64}:
         return  # large terms that cancel may have rounding errors above the tolerance
-    for parts, question in zip(found, run.questions, strict=True):
-        written = torch.cat([parts.layers, parts.locals, parts.embedding[None]])  # (parts, B, L)
-        if not sums_up(parts, written.transpose(0, 1), together=True):
+    for x, question in zip(contributions, run.questions, strict=True):
+        terms = torch.cat(  # (terms, B, L)
+            [x.layers, x.locals, x.embedding[None]]
+        )
+        if not sums_up(x, terms.transpose(0, 1), together=True):
             assert question.selected is not None
             raise not_linear(question.selected)

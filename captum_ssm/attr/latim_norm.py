@@ -94,17 +94,18 @@ class LatimNorm(LatimMethod, ImplicitMethod):
             CaptumSSMError: as in :meth:`ImplicitAttention.attribute`.
             NonFiniteError: also if a norm overflows.
         """
-        chosen = read_options(start_layer, verify)
+        options = read_options(start_layer, verify)
 
         def relevance(run: Run) -> Tensor:
-            used = chosen.used(run.layers)
-            weights, total, at = run.weights, torch.zeros_like(run.weights), run.layers[-1]
-            for layer in shown(used[::-1]):
-                verify_layer(layer, chosen.verify)
-                weights = carry(weights.to(layer.values), at, layer)
-                total = carry(total.to(weights), at, layer) + self._row(layer, weights)
-                at = layer
-            return carry(total, at, run.layers[0]) / len(used)
+            """Sum the layers' rows from last to first, in the tokens of the latest layer added."""
+            used_layers = options.used(run.layers)
+            weights, total, latest = run.weights, torch.zeros_like(run.weights), run.layers[-1]
+            for layer in shown(used_layers[::-1]):
+                verify_layer(layer, options.verify)
+                weights = carry(weights.to(layer.values), latest, layer)
+                total = carry(total.to(weights), latest, layer) + self._row(layer, weights)
+                latest = layer
+            return carry(total, latest, run.layers[0]) / len(used_layers)
 
         return self._attribute(
             inputs,
@@ -140,24 +141,24 @@ class LatimNorm(LatimMethod, ImplicitMethod):
         Returns:
             One tensor (B, Q, L) per layer. Rows and columns of padded tokens are zero.
         """
-        chosen = read_options(0, verify)
+        options = read_options(0, verify)
 
         def make(run: Run, layer: Layer) -> Tensor:
-            verify_layer(layer, chosen.verify)
+            verify_layer(layer, options.verify)
             index = query_index(positions, layer.operator.shape[:2], layer.values.device)
-            found = self._map(layer, Contributions(layer, self.activation), index)
+            norms = self._map(layer, Contributions(layer, self.activation), index)
             if run.mask is not None:
-                keep = run.mask.to(found)
-                found *= keep[:, None] * keep.gather(1, index)[..., None]
-            return found.to(run.request.inputs.device)
+                is_real = run.mask.to(norms)
+                norms *= is_real[:, None] * is_real.gather(1, index)[..., None]
+            return norms.to(run.request.inputs.device)
 
-        return self._of_layers(inputs, layers, additional_forward_args, chosen, make)
+        return self._of_layers(inputs, layers, additional_forward_args, options, make)
 
     @underflow_flushed()
-    def _map(self, layer: Layer, parts: Contributions, index: Tensor) -> Tensor:
+    def _map(self, layer: Layer, contributions: Contributions, queries: Tensor) -> Tensor:
         """Return the norms (B, Q, L) of contribution vectors to queries ``index`` (B, Q)."""
-        out = parts.weight.new_zeros(*index.shape, parts.shape.tokens)
-        for tile in tiles([parts], index):
+        out = contributions.weight.new_zeros(*queries.shape, contributions.shape.tokens)
+        for tile in tiles([contributions], queries):
             norms = torch.linalg.vector_norm(tile.vectors, self.p, dim=-1)
             out[:, tile.queries, tile.sources] = norms
         if not all_finite(out):
@@ -169,5 +170,5 @@ class LatimNorm(LatimMethod, ImplicitMethod):
 
     def _row(self, layer: Layer, weights: Tensor) -> Tensor:
         """Return the sum of a layer's rows (B, L), weighted by the query weights (B, L)."""
-        parts = Contributions(layer, self.activation, layer.way)
-        return weighted_rows(weights, lambda index: self._map(layer, parts, index))
+        contributions = Contributions(layer, self.activation, layer.way)
+        return weighted_rows(weights, lambda queries: self._map(layer, contributions, queries))

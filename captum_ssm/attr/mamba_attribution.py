@@ -117,18 +117,22 @@ class MambaAttribution(ImplicitMethod):
             )
 
         def relevance(run: Run) -> Tensor:
-            used = chosen.used(run.layers)
-            gradients = _gradients(run, used)
+            used_layers = chosen.used(run.layers)
+            gradients = _gradients(run, used_layers)
             if recipe == "paper":
-                weights = {layer: of.mean(-1, keepdim=True) for layer, of in gradients.items()}
+                weights = {
+                    layer: gradient.mean(-1, keepdim=True) for layer, gradient in gradients.items()
+                }
 
                 def step(layer: Layer, operator: Operator) -> LayerMatrix:
+                    """Return a layer's matrix (g . alpha)+, computed a few rows at a time."""
                     gradient = layer.in_order(weights[layer].to(layer.values))  # (B, L, 1)
 
                     def weighted(strip: Strip) -> Tensor:
-                        of_rows = gradient[:, strip.rows.start : strip.rows.stop]
-                        return CLAMPS[clamp](strip.entries.mul_(of_rows))
+                        gradient_of_rows = gradient[:, strip.rows.start : strip.rows.stop]
+                        return CLAMPS[clamp](strip.entries.mul_(gradient_of_rows))
 
+                    # kept for further targets, if memory allows; else None
                     alpha = run.once(
                         layer,
                         operator.shape.batch * operator.shape.tokens**2,
@@ -164,7 +168,7 @@ class MambaAttribution(ImplicitMethod):
 def _gradients(run: Run, layers: Sequence[Layer]) -> dict[Layer, Tensor]:
     """Return the target's gradient at each layer's output, (B, L, E); raise if one is missing."""
     outputs, names = [layer.output for layer in layers], [layer.name for layer in layers]
-    found = run.gradients(outputs, names)
+    gradients = run.gradients(outputs, names)
     for layer in run.layers:
         if layer.stage and not layer.is_reached:
             raise GradientModeError(
@@ -172,4 +176,4 @@ def _gradients(run: Run, layers: Sequence[Layer]) -> dict[Layer, Tensor]:
                 "detached, or computed under no_grad or by a kernel without a backward pass? Use a "
                 "method without gradients: LatimALTI, LatimNorm, ImplicitAttentionRollout."
             )
-    return dict(zip(layers, found, strict=True))
+    return dict(zip(layers, gradients, strict=True))

@@ -82,27 +82,29 @@ class StateMemory(Explainer):
             ReconstructionError: if ``verify`` finds an operator that differs from its module.
         """
         verify = checks.tolerance("verify", verify)
-        found = []
+        memories = []
         with self._read(inputs, additional_forward_args, verify) as run:
             for layer in run.layers:
                 verify_layer(layer, verify)
                 linear = layer.linear
-                # outside of this `with` a quantized layer computes other numbers
+                # rebuilt after this `with`, a quantized layer would compute different numbers
                 is_kept = layer.is_kept or any(map(is_quantized, layer.mixer.module.modules()))
                 kept = linear if is_kept else None
                 for heads in head_ranges(linear.operator):
-                    one = range(heads.start, heads.start + 1)
-                    values = linear.values[:, :, one.start : one.stop]
-                    count = len(memories_of(linear.operator.select(one), values))
-                    found += [LayerMemory(layer, n, heads, run.record, kept) for n in range(count)]
+                    head = range(heads.start, heads.start + 1)
+                    values = linear.values[:, :, head.start : head.stop]
+                    count = len(memories_of(linear.operator.select(head), values))
+                    memories += [
+                        LayerMemory(layer, n, heads, run.record, kept) for n in range(count)
+                    ]
             kinds = dict.fromkeys(layer.architecture for layer in run.layers)
-        if not found:
+        if not memories:
             raise OptionError(
                 f"The model's mixers ({', '.join(kinds)}) have no state or cache with known shares "
                 "of tokens. Pass a model with recurrences or causal attention, or use "
                 "ImplicitAttention."
             )
-        return found
+        return memories
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +142,7 @@ class LayerMemory:
     @property
     def is_cache(self) -> bool:
         """Return True for the cache of attention, and False for the state of a recurrence."""
-        return isinstance(self._of_one_head(), Cache)
+        return isinstance(self._first_head_memory(), Cache)
 
     @underflow_flushed()
     def held(self, token: int, *, by_head: bool = False) -> Tensor:
@@ -156,8 +158,8 @@ class LayerMemory:
         Returns:
             Norms (B, L) or (B, H, L); 0 for tokens that are read after ``token``.
         """
-        at = self._at("token", token)
-        sizes = self._by_head(lambda memory: memory.sizes(at))
+        position = self._position("token", token)
+        sizes = self._by_head(lambda memory: memory.sizes(position))
         return sizes if by_head else sizes.norm(dim=1)
 
     @underflow_flushed()
@@ -166,16 +168,17 @@ class LayerMemory:
 
         For a cache, N is L, with one value per token.
         """
-        return self._states([self._at("token", token)])[:, 0]
+        return self._states([self._position("token", token)])[:, 0]
 
     @underflow_flushed()
     def states_at(self, tokens: Sequence[int]) -> Tensor:
         """Return the states (B, T, H, N, P) after T tokens; negative tokens count from the end."""
         numbers = checks.integers("tokens", tokens, "tokens")
-        return self._states([self._at("tokens", token) for token in numbers])
+        return self._states([self._position("tokens", token) for token in numbers])
 
-    def _states(self, at: list[int]) -> Tensor:
-        return torch.cat([memory.states(at) for memory in self._memories()], 2)
+    def _states(self, positions: list[int]) -> Tensor:
+        """Return the states (B, T, H, N, P) after T nonnegative positions."""
+        return torch.cat([memory.states(positions) for memory in self._memories()], 2)
 
     def read(self, query: int, until: int | None = None) -> Tensor:
         """Return the share of each token in the recurrence's output at a later token, (B, L).
@@ -187,15 +190,16 @@ class LayerMemory:
             query: position of the output; negative ones count from the end.
             until: the last token with a share; later ones are 0. Default: None, all.
         """
-        at = self._at("query", query)
-        operator, values = self._some(self.heads)
-        rows = operator.per_channel().unit_rows([at])[0] * values  # (B, L, H, P)
-        whole = rows.sum(1, keepdim=True)
-        size = whole.square().sum((-1, -2)).clamp_min(torch.finfo(whole.dtype).tiny)
-        shares = (rows * whole).sum((-1, -2)) / size
+        position = self._position("query", query)
+        operator, values = self._select_heads(self.heads)
+        # one vector per source token, (B, L, H, P)
+        vectors = operator.per_channel().unit_rows([position])[0] * values
+        output = vectors.sum(1, keepdim=True)
+        squared_norm = output.square().sum((-1, -2)).clamp_min(torch.finfo(output.dtype).tiny)
+        shares = (vectors * output).sum((-1, -2)) / squared_norm
         if until is not None:
             shares = shares.clone()
-            shares[:, self._at("until", until) + 1 :] = 0
+            shares[:, self._position("until", until) + 1 :] = 0
         return shares
 
     @underflow_flushed()
@@ -214,9 +218,9 @@ class LayerMemory:
         Returns:
             The loss at each token, (B, L) or (B, H, L); 0 for tokens not in between.
         """
-        first, last = self._at("source", source), self._at("token", token)
-        found = self._by_head(lambda memory: memory.erased(first, last))
-        return found if by_head else found.sum(1)
+        first, last = self._position("source", source), self._position("token", token)
+        losses = self._by_head(lambda memory: memory.erased(first, last))
+        return losses if by_head else losses.sum(1)
 
     @underflow_flushed()
     def held_without(self, source: int, token: int, *, by_head: bool = False) -> Tensor:
@@ -233,9 +237,9 @@ class LayerMemory:
         Returns:
             Norms (B, L) or (B, H, L), one per undone token; others equal :meth:`held`.
         """
-        first, last = self._at("source", source), self._at("token", token)
-        found = self._by_head(lambda memory: memory.without(first, last))
-        return found if by_head else found.norm(dim=1)
+        first, last = self._position("source", source), self._position("token", token)
+        norms = self._by_head(lambda memory: memory.without(first, last))
+        return norms if by_head else norms.norm(dim=1)
 
     def half_lives(self) -> Tensor:
         """Return the number of tokens after which decay halves a share, (B, H, N).
@@ -254,8 +258,8 @@ class LayerMemory:
         Args:
             queries: positions of the queries; negative ones count from the end.
         """
-        at = [self._at("queries", q) for q in checks.integers("queries", queries, "tokens")]
-        operator, _ = self._some(self.heads)
+        at = [self._position("queries", q) for q in checks.integers("queries", queries, "tokens")]
+        operator, _ = self._select_heads(self.heads)
         rows = operator.per_channel().rows(at, "heads").abs()  # (B, H, Q, L)
         distance = torch.tensor(at)[:, None] - torch.arange(rows.shape[-1])
         distance = distance.to(rows)
@@ -264,34 +268,35 @@ class LayerMemory:
         spread = (rows * (distance - mean[..., None]).square()).sum(-1) / total
         return mean, spread.sqrt()
 
-    def _by_head(self, of: Callable[[Memory | Cache], Tensor]) -> Tensor:
+    def _by_head(self, function: Callable[[Memory | Cache], Tensor]) -> Tensor:
         """Apply a function to a few heads' memories at a time; concatenate results (B, H, ...)."""
-        return torch.cat([of(memory) for memory in self._memories()], 1)
+        return torch.cat([function(memory) for memory in self._memories()], 1)
 
     def _memories(self) -> Iterator[Memory | Cache]:
         """Yield this recurrence's memory for a few heads at a time, to limit memory use."""
         batch, tokens, heads, per_head = self.linear.operator.shape
-        each = batch * tokens * max(self._of_one_head().width, per_head)
-        count = max(1, _ELEMENTS // each)
-        for start in range(0, len(self.heads), count):
-            some = self.heads[start : start + count]
-            memory = memories_of(*self._some(some))[self.which]
+        elements_per_head = batch * tokens * max(self._first_head_memory().width, per_head)
+        heads_at_once = max(1, _ELEMENTS // elements_per_head)
+        for start in range(0, len(self.heads), heads_at_once):
+            part = self.heads[start : start + heads_at_once]
+            memory = memories_of(*self._select_heads(part))[self.which]
             if isinstance(memory, Cache):
                 weight = torch.unflatten(projection_of(self.linear).weight, 0, (heads, per_head))
-                memory = memory._replace(weight=weight[some.start : some.stop])
+                memory = memory._replace(weight=weight[part.start : part.stop])
             yield memory
 
-    def _of_one_head(self) -> Memory | Cache:
-        return memories_of(*self._some(self.heads[:1]))[self.which]
+    def _first_head_memory(self) -> Memory | Cache:
+        """Return the memory of the first head, to learn the memory's kind or size cheaply."""
+        return memories_of(*self._select_heads(self.heads[:1]))[self.which]
 
-    def _some(self, heads: range) -> tuple[Operator, Tensor]:
-        """Return the operator and the values of some heads."""
+    def _select_heads(self, heads: range) -> tuple[Operator, Tensor]:
+        """Return the operator and the values (B, L, h, P) of the given heads."""
         operator, values = self.linear.operator, self.linear.values
         if len(heads) == operator.shape.heads:
             return operator, values
         return operator.select(heads), values[:, :, heads.start : heads.stop]
 
-    def _at(self, name: str, token: Any) -> int:
+    def _position(self, name: str, token: Any) -> int:
         """Return a nonnegative token position; raise if it is outside the sequence."""
         tokens = self.linear.operator.shape.tokens
         number = checks.integer(name, token)

@@ -97,18 +97,19 @@ class ImplicitAttentionRollout(ImplicitMethod):
         checks.flags(normalize_rows=normalize_rows, absolute=absolute)
         discard_ratio = checks.ratio("discard_ratio", discard_ratio)
         budget = Budget.parse(memory_budget)
-        entrywise = absolute or discard_ratio > 0
-        if recipe == "published_code" and (entrywise or normalize_rows):
+        changes_entries = absolute or discard_ratio > 0
+        if recipe == "published_code" and (changes_entries or normalize_rows):
             raise OptionError(
                 f"{recipe=} needs the defaults of {normalize_rows=}, {absolute=} and "
                 f"{discard_ratio=}. Leave these options out, or pass recipe='paper'."
             )
 
         def step(layer: Layer, operator: Operator) -> LayerMatrix:
+            """Return a layer's alpha; kept as a whole only if the smallest entries are dropped."""
             scale = layer.linear.branch_scale
-            if not entrywise:
+            if not changes_entries:
                 return scaled(reduced(operator, chosen.reduce, budget), scale)
-            if discard_ratio == 0:
+            if discard_ratio == 0:  # only ``absolute`` is set
                 return in_strips(
                     operator, chosen.reduce, budget, lambda strip: strip.entries.mul_(scale).abs_()
                 )
@@ -121,7 +122,7 @@ class ImplicitAttentionRollout(ImplicitMethod):
                 return published.fold(
                     run.layers,
                     query_at,
-                    lambda layer, of: published.rows(layer, of, query_at, chosen).mean(1),
+                    lambda layer, op: published.rows(layer, op, query_at, chosen).mean(1),
                     chosen,
                 )
             return fold(run.layers, run.weights, step, chosen, normalize_rows)
@@ -141,10 +142,10 @@ class ImplicitAttentionRollout(ImplicitMethod):
 def _drop_smallest(matrix: Tensor, ratio: float) -> Tensor:
     """Set each example's smallest nonzero entries to 0: a fraction ``ratio`` of them."""
     flat = matrix.flatten(1)
-    present = flat != 0
-    order = flat.masked_fill(~present, torch.inf).argsort(-1)
+    is_nonzero = flat != 0
+    order = flat.masked_fill(~is_nonzero, torch.inf).argsort(-1)  # zeros last
     rank = torch.empty_like(order).scatter_(
         -1, order, torch.arange(flat.shape[1], device=flat.device).expand_as(order)
     )
-    dropped = rank < (ratio * present.sum(-1, keepdim=True)).long()
-    return torch.where(dropped, 0, flat).view_as(matrix)
+    is_dropped = rank < (ratio * is_nonzero.sum(-1, keepdim=True)).long()
+    return torch.where(is_dropped, 0, flat).view_as(matrix)

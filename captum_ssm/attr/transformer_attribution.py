@@ -121,22 +121,23 @@ class TransformerAttribution(ImplicitMethod):
         chosen = options(components, "mean", heads, start_layer, "paper", verify)
         checks.flags(normalize_rows=normalize_rows)
 
-        # coefficients g of all layers, for targets to come; the first ``relevance`` call fills it
+        # the coefficients g of all layers, for each target still to explain: the first call of
+        # ``relevance`` computes all from one run, and every call takes one entry
         pending: list[list[Tensor]] = []
 
         def relevance(run: Run) -> Tensor:
-            used = chosen.used(run.layers)
-            found = run.gradients([layer.output for layer in used], [layer.name for layer in used])
-            gradients = dict(zip(used, found, strict=True))
+            layers = chosen.used(run.layers)
+            at_outputs = run.gradients([x.output for x in layers], [x.name for x in layers])
+            gradients = dict(zip(layers, at_outputs, strict=True))
             if self.form == "lrp" and not pending:
-                asked = [Against(question.target, None) for question in run.questions]
-                pending.extend(found for _, found in coefficients(run.request, asked))
+                targets = [Against(question.target, None) for question in run.questions]
+                pending.extend(found for _, found in coefficients(run.request, targets))
             of_layers = pending.pop(0) if pending else [None] * len(run.layers)
-            propagated = dict(zip(run.layers, of_layers, strict=True))
+            coefficient_of = dict(zip(run.layers, of_layers, strict=True))
 
             def step(layer: Layer, operator: Operator) -> LayerMatrix:
                 return stored(
-                    _beta(layer, operator, gradients[layer], propagated[layer], chosen.heads)
+                    _beta(layer, operator, gradients[layer], coefficient_of[layer], chosen.heads)
                 )
 
             with recordable(run.request.model):  # gradients pass the output projections again
@@ -167,21 +168,21 @@ def _beta(
     coefficient, R = A, the ``operator`` restricted to ``heads``.
     """
     linear, factor = layer.linear, layer.factor
-    at = range(linear.operator.shape.heads) if heads is None else heads
+    used_heads = range(linear.operator.shape.heads) if heads is None else heads
     gradient = gradient if factor is None else gradient * factor
-    gradient = _before_projection(linear, layer.in_order(gradient))[:, :, at]
+    gradient = _before_projection(linear, layer.in_order(gradient))[:, :, used_heads]
     if coefficient is not None:
-        coefficient = _before_projection(linear, layer.in_order(coefficient))[:, :, at]
-    return _weighted(operator, linear.values[:, :, at], gradient, coefficient)
+        coefficient = _before_projection(linear, layer.in_order(coefficient))[:, :, used_heads]
+    return _weighted(operator, linear.values[:, :, used_heads], gradient, coefficient)
 
 
 def _before_projection(linear: LinearMixer, gradient: Tensor) -> Tensor:
-    """Convert a gradient (B, L, E) after the output projection to one before it, (B, L, H, P)."""
+    """Return the gradient (B, L, H, P) before the output projection, from (B, L, E) after it."""
     with torch.enable_grad():
         before = torch.zeros_like(linear.values, requires_grad=True)
         out = linear.project(before)
-        (found,) = torch.autograd.grad(out, before, gradient.to(out))
-    return found
+        (gradient_before,) = torch.autograd.grad(out, before, gradient.to(out))
+    return gradient_before
 
 
 def _weighted(
@@ -193,17 +194,17 @@ def _weighted(
     """
     batch, tokens, heads, per_head = operator.shape
     total = values.new_zeros(batch, tokens, tokens)
-    size = max(1, at_a_time(_MATRIX_ELEMENTS, values.device) // (batch * tokens * tokens))
-    for start in range(0, heads, size):
-        some = range(start, min(start + size, heads))
-        part = operator.select(some)
-        v, upper = values[:, :, start : some.stop], gradient[:, :, start : some.stop]
+    heads_at_once = max(1, at_a_time(_MATRIX_ELEMENTS, values.device) // (batch * tokens * tokens))
+    for start in range(0, heads, heads_at_once):
+        some = range(start, min(start + heads_at_once, heads))
+        matrices = operator.select(some)
+        v, grad_y = values[:, :, start : some.stop], gradient[:, :, start : some.stop]
         if coefficient is None:
-            weighted = sums_by_head(part, upper, v)  # (B, h, L, L)
+            weighted = sums_by_head(matrices, grad_y, v)  # (B, h, L, L)
         elif per_head == 1:  # the product of sums over one channel is one sum
-            weighted = sums_by_head(part, coefficient[:, :, start : some.stop] * upper, v * v)
+            weighted = sums_by_head(matrices, coefficient[:, :, start : some.stop] * grad_y, v * v)
         else:
-            weighted = sums_by_head(part, coefficient[:, :, start : some.stop], v)
-            weighted *= upper.transpose(1, 2) @ v.transpose(1, 2).mT
+            weighted = sums_by_head(matrices, coefficient[:, :, start : some.stop], v)
+            weighted *= grad_y.transpose(1, 2) @ v.transpose(1, 2).mT
         total += weighted.clamp_min_(0).sum(1)
     return total / heads
