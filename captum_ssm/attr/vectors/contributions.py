@@ -118,18 +118,18 @@ class Contributions:
             direction = step.back(direction)
         size = direction.shape[:-1]
         before = direction.new_zeros(*size, self.channels)  # (..., B, L, C)
-        if are_noted(direction):
-            some = nonzero_range(direction.ne(0).any(-1)) if within is None else within
-            part = slice(some.start, some.stop)
-            before[..., part, :] = direction[..., part, :] @ self.weight.T
+        if are_noted(direction):  # a range of queries, found without waiting for the GPU
+            queries = nonzero_range(direction.ne(0).any(-1)) if within is None else within
+            rows = slice(queries.start, queries.stop)
+            before[..., rows, :] = direction[..., rows, :] @ self.weight.T
         else:
-            queries = direction.ne(0).any(-1)
-            before[queries] = direction[queries] @ self.weight.T
+            is_query = direction.ne(0).any(-1)
+            before[is_query] = direction[is_query] @ self.weight.T
         before = before.view(*size, *self.shape[2:])
-        found = self.paths[0].toward(before)
+        out = self.paths[0].toward(before)
         for path in self.paths[1:]:
-            found = found + path.toward(before)
-        return found
+            out = out + path.toward(before)
+        return out
 
     def behind(self, vectors: Tensor, index: Tensor) -> Tensor:
         """Apply the affine steps after W_out to the vectors (B, q, s, E) of queries (B, q)."""
@@ -137,8 +137,8 @@ class Contributions:
 
     def before_projection(self, index: Tensor) -> Tensor:
         """Return the vectors (q, B, L, C) of queries (B, q) before the output projection."""
-        rows = [_rows(path, index) for path in self.paths]
-        return (rows[0] if len(rows) == 1 else torch.stack(rows).sum(0)).flatten(-2)
+        by_path = [_contributions_at_queries(path, index) for path in self.paths]
+        return (by_path[0] if len(by_path) == 1 else torch.stack(by_path).sum(0)).flatten(-2)
 
 
 def tiles(
@@ -151,18 +151,18 @@ def tiles(
         index: positions of the queries (B, Q), on the CPU to avoid a synchronization.
         stream: the residual stream (B, L, E), added to the vectors T_i(x_i). Default: None.
     """
-    quick = len(parts) == 1 and _is_long_and_ascends(index)
-    scans = scanned(parts[0].paths) if quick else None
+    goes_by_scan = len(parts) == 1 and _suits_scan_tiles(index)
+    scans = scanned(parts[0].paths) if goes_by_scan else None
     if scans is None:
         yield from _tiles_by_query(parts, index, stream)
         return
-    there = index.to(parts[0].weight.device)
+    on_device = index.to(parts[0].weight.device)
     for queries, sources, entries in scan_tiles(scans.ahead, scans.back, index[0].tolist()):
         # one product for all pairs of an example; entries may lie in any order
         vectors = torch.unflatten(entries.flatten(1, 2) @ parts[0].weight, 1, entries.shape[1:3])
-        vectors = parts[0].behind(vectors, there[:, queries])
+        vectors = parts[0].behind(vectors, on_device[:, queries])
         if stream is not None:
-            _add_own(vectors, there[:, queries], sources, stream)
+            _add_stream_at_queries(vectors, on_device[:, queries], sources, stream)
         yield Tile(queries, sources, vectors)
 
 
@@ -172,19 +172,19 @@ def _merged(weight: Tensor, way: Way) -> tuple[Tensor, list[AffineStep]]:
     A norm's factor per token commutes with all other steps. So this factor is applied later, and
     the steps after it are multiplied into the weight. Biases are left out.
     """
-    remain: list[AffineStep] = []
+    remaining: list[AffineStep] = []  # factors per token, and steps that cannot be merged
     for step in way:
         if step.is_of_tokens:
-            remain.append(AffineStep(step.factor))
+            remaining.append(AffineStep(step.factor))
             step = AffineStep(matrix=step.matrix)
-        if all(each.is_of_tokens for each in remain) and step.is_alike:
+        if all(earlier.is_of_tokens for earlier in remaining) and step.is_alike:
             weight = AffineStep(step.factor, step.matrix)(weight)
         else:
-            remain.append(AffineStep(step.factor, step.matrix))
-    return weight, remain
+            remaining.append(AffineStep(step.factor, step.matrix))
+    return weight, remaining
 
 
-def _is_long_and_ascends(index: Tensor) -> bool:
+def _suits_scan_tiles(index: Tensor) -> bool:
     """Return True if the queries (B, Q) are many, ascending, and equal in all examples."""
     if index.shape[1] < _MANY_QUERIES:
         return False
@@ -197,60 +197,63 @@ def _tiles_by_query(
     """Yield tiles for any operator, by computing one row of the operator's matrix per query."""
     batch, tokens = parts[0].shape[:2]
     widest = max(max(part.weight.shape) for part in parts)
-    most = at_a_time(_TILE_ELEMENTS, parts[0].weight.device)
-    count = max(1, most // (batch * tokens * widest))
-    there = index.to(parts[0].weight.device)
+    elements = at_a_time(_TILE_ELEMENTS, parts[0].weight.device)
+    queries_at_once = max(1, elements // (batch * tokens * widest))
+    on_device = index.to(parts[0].weight.device)
 
-    def rows_of(some: range) -> tuple[slice, list[Tensor]]:
-        queries = slice(some.start, some.stop)
-        at = there[:, queries]
+    def rows_of(query_range: range) -> tuple[slice, list[Tensor]]:
+        """Return a slice of queries, and each mixer's vectors before the projection."""
+        queries = slice(query_range.start, query_range.stop)
+        at = on_device[:, queries]
         return queries, [part.before_projection(at) for part in parts]  # (q, B, L, C) each
 
-    for queries, rows in as_memory_allows(range(index.shape[1]), count, rows_of):
-        at = there[:, queries]
+    for queries, rows in as_memory_allows(range(index.shape[1]), queries_at_once, rows_of):
+        at = on_device[:, queries]
 
-        def tile(some: range, queries: slice = queries, rows: list[Tensor] = rows) -> Tile:
+        def tile(source_range: range, queries: slice = queries, rows: list[Tensor] = rows) -> Tile:
             """Return the tile of a range of sources, with vectors added over parallel mixers."""
-            sources = slice(some.start, some.stop)
+            sources = slice(source_range.start, source_range.stop)
             vectors: Tensor | None = None  # (B, q, s, E)
             for row, part in zip(rows, parts, strict=True):
-                each = (row[:, :, sources] @ part.weight).transpose(0, 1)  # q, B, s to B, q, s
-                each = part.behind(each, there[:, queries])
-                vectors = each if vectors is None else vectors.add_(each)
+                term = (row[:, :, sources] @ part.weight).transpose(0, 1)  # q, B, s to B, q, s
+                term = part.behind(term, on_device[:, queries])
+                vectors = term if vectors is None else vectors.add_(term)
             assert vectors is not None
             if stream is not None:
-                _add_own(vectors, there[:, queries], sources, stream)
+                _add_stream_at_queries(vectors, on_device[:, queries], sources, stream)
             return Tile(queries, sources, vectors)
 
-        until = int(index[:, queries].max()) + 1 if index.device.type == "cpu" else tokens
-        sources = _source_range(rows, at if stream is not None else None, until)
-        yield from as_memory_allows(sources, max(1, most // (at.numel() * widest)), tile)
+        stop = int(index[:, queries].max()) + 1 if index.device.type == "cpu" else tokens
+        sources = _source_range(rows, at if stream is not None else None, stop)
+        yield from as_memory_allows(sources, max(1, elements // (at.numel() * widest)), tile)
 
 
-def _rows(path: TapPath, index: Tensor) -> Tensor:
+def _contributions_at_queries(path: TapPath, index: Tensor) -> Tensor:
     """Return each token's contribution (q, B, L, H, P) to a path's output at queries (B, q)."""
 
     def of_product(local: Sequence[Operator], core: Operator) -> Tensor:
+        # a core that mixes channels: one unit vector per output channel, summed over its inputs
         if _mixes_channels(core):
             units = torch.eye(core.shape.per_head, dtype=core.dtype, device=core.device)
-            each = (_by_source(core.unit_rows(index.T, u), path.shares).sum(-1) for u in units)
-            rows = torch.stack([*each], -1)
+            sums = (_to_sources(core.unit_rows(index.T, u), path.shares).sum(-1) for u in units)
+            rows = torch.stack([*sums], -1)
         else:
-            rows = _by_source(core.unit_rows(index.T), path.shares)
-        for part in reversed(local):
-            rows = _at_token(part, rows, index)
+            rows = _to_sources(core.unit_rows(index.T), path.shares)
+        for part in reversed(local):  # innermost first; they act at the query itself
+            rows = _apply_at_queries(part, rows, index)
         return rows
 
     products = locals_and_cores(path.operator, like=path.shares[0][1])
     rows = sum_tensors(of_product(local, core) for local, core in products)
+    # a path may have the tokens in another order
     return rows if path.token is None else rows.index_select(2, path.position_of(rows))
 
 
-def _by_source(weight: Tensor, shares: TapShares) -> Tensor:
+def _to_sources(weight: Tensor, shares: TapShares) -> Tensor:
     """Return for each source token j the sum over lags k of weight[j + k] phi[k][j + k]."""
-    (first, phi), *others = shares
-    out = shift_tokens(weight * phi, -first)
-    for lag, phi in others:
+    (first_lag, phi), *further_lags = shares
+    out = shift_tokens(weight * phi, -first_lag)
+    for lag, phi in further_lags:
         earlier, later = overlap(weight.shape[-3], lag)
         out[..., earlier, :, :].addcmul_(weight[..., later, :, :], phi[..., later, :, :])
     return out
@@ -273,8 +276,8 @@ def _local_and_core(
     parts: tuple[Operator, ...], like: Tensor
 ) -> tuple[Sequence[Operator], Operator]:
     """Split one product into local parts and core; see :func:`locals_and_cores`."""
-    mixing = [i for i, p in enumerate(parts) if _mixes_channels(p) and not p.mixes_tokens]
-    local = parts[: mixing[-1] + 1] if mixing else ()
+    mixing_places = [i for i, p in enumerate(parts) if _mixes_channels(p) and not p.mixes_tokens]
+    local = parts[: mixing_places[-1] + 1] if mixing_places else ()
     core = parts[len(local) :]
     for part in local:
         if part.mixes_tokens or not isinstance(part, Diagonal | ShortConv | HeadCentering):
@@ -290,37 +293,37 @@ def _mixes_channels(operator: Operator) -> bool:
     return any(leaf.per_channel() is not leaf for leaf in operator.leaves())
 
 
-def _at_token(part: Operator, rows: Tensor, index: Tensor) -> Tensor:
+def _apply_at_queries(part: Operator, rows: Tensor, index: Tensor) -> Tensor:
     """Apply an operator that does not mix tokens to the rows (q, B, L, H, P) of queries (B, q)."""
     if isinstance(part, Diagonal):
         return rows * at_positions(part.weight, index.T)
     return part.apply(rows)
 
 
-def _source_range(rows: Sequence[Tensor], queries: Tensor | None, until: int) -> range:
+def _source_range(rows: Sequence[Tensor], queries: Tensor | None, stop: int) -> range:
     """Return a range of source tokens outside of which all rows are zero.
 
     Args:
         rows: for each mixer, the vectors before the output projection (q, B, L, C).
         queries: the queries (B, q), if the range must include them; else None.
-        until: the token after the last query, or L if unknown. On a GPU the range ends there if no
+        stop: the token after the last query, or L if unknown. On a GPU the range ends there if no
             query depends on a later token.
     """
     # minimum and maximum take a tenth of the time of comparing every number
-    ends = (end for part in rows for end in (part.amax(-1), part.amin(-1)))  # (q, B, L) each
-    is_read = torch.stack([end.ne(0).flatten(0, 1).any(0) for end in ends]).any(0)
+    bounds = (bound for x in rows for bound in (x.amax(-1), x.amin(-1)))  # (q, B, L) each
+    is_source = torch.stack([bound.ne(0).flatten(0, 1).any(0) for bound in bounds]).any(0)
     if queries is not None:
-        is_read = is_read.index_fill(0, queries.flatten(), True)
-    if are_noted(is_read):
-        return range(len(is_read)) if looks_ahead(is_read, until) else range(until)
-    found = is_read.nonzero().flatten().tolist()
-    return range(found[0], found[-1] + 1) if found else range(0)
+        is_source = is_source.index_fill(0, queries.flatten(), True)
+    if are_noted(is_source):
+        return range(len(is_source)) if looks_ahead(is_source, stop) else range(stop)
+    sources = is_source.nonzero().flatten().tolist()
+    return range(sources[0], sources[-1] + 1) if sources else range(0)
 
 
-def _add_own(vectors: Tensor, index: Tensor, sources: slice, stream: Tensor) -> None:
+def _add_stream_at_queries(vectors: Tensor, index: Tensor, sources: slice, stream: Tensor) -> None:
     """Add the residual stream (B, L, E) at each query i to the vector T_i(x_i), in place."""
-    place = index - sources.start
-    inside = (place >= 0) & (place < vectors.shape[2])
+    column = index - sources.start
+    inside = (column >= 0) & (column < vectors.shape[2])
     example, query = (torch.arange(size, device=index.device) for size in index.shape)
-    own = stream[example[:, None], index].where(inside[..., None], 0)
-    vectors[example[:, None], query, place.clamp(0, vectors.shape[2] - 1)] += own
+    stream_at_query = stream[example[:, None], index].where(inside[..., None], 0)
+    vectors[example[:, None], query, column.clamp(0, vectors.shape[2] - 1)] += stream_at_query

@@ -83,7 +83,7 @@ def read_options(start_layer: int, verify: bool | float) -> Options:
 
 
 def query_index(positions: Positions | None, size: tuple[int, int], device: torch.device) -> Tensor:
-    """Return nonnegative query positions (B, Q) for a ``size`` (B, L); None means all L tokens."""
+    """Return nonnegative query positions (B, Q) for a ``shape`` (B, L); None means all L tokens."""
     batch, tokens = size
     index = _read_positions(range(tokens) if positions is None else positions).to(device)
     if index.dim() == 2 and len(index) != batch:
@@ -126,23 +126,23 @@ def weighted_rows(
     out = torch.zeros_like(weights)
     batch, length = weights.shape[-2:]
     if are_noted(weights):  # no device is waited for
-        some = nonzero_range(weights) if within is None else within
-        queries = torch.tensor(some, dtype=torch.long, device="cpu")
+        query_range = nonzero_range(weights) if within is None else within
+        queries = torch.tensor(query_range, dtype=torch.long, device="cpu")
     else:
         queries = weights.reshape(-1, length).ne(0).any(0).nonzero().flatten()
     for tokens in torch.split(queries, at_a_time(_ROWS, weights.device, _ROWS_LAUNCHED)):
-        found = rows(tokens.expand(batch, -1))
-        out += torch.einsum("...bq,bqj->...bj", weights[..., tokens], found)
+        map_rows = rows(tokens.expand(batch, -1))
+        out += torch.einsum("...bq,bqj->...bj", weights[..., tokens], map_rows)
     return out
 
 
 def _relative_error(layer: Layer, activation: str, mask: Tensor | None) -> float:
     """Return the relative error of one layer's vectors, see :meth:`decomposition_error`."""
-    parts = Contributions(layer, activation)
-    explained = parts.total() + parts.constant()
-    real = layer.in_order(layer.output).to(explained)
-    missed, size = (real - explained).abs(), real.abs()
+    contributions = Contributions(layer, activation)
+    vector_sum = contributions.total() + contributions.constant()
+    module_output = layer.in_order(layer.output).to(vector_sum)
+    error, magnitude = (module_output - vector_sum).abs(), module_output.abs()
     if mask is not None:
-        keep = mask.to(real.device)
-        missed, size = missed[keep], size[keep]
-    return float(missed.mean() / size.mean().clamp_min(torch.finfo(size.dtype).tiny))
+        is_real = mask.to(module_output.device)
+        error, magnitude = error[is_real], magnitude[is_real]
+    return float(error.mean() / magnitude.mean().clamp_min(torch.finfo(magnitude.dtype).tiny))

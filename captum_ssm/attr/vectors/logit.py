@@ -94,11 +94,13 @@ class LogitContributions(NamedTokens):
 def contributions_to(
     run: Run,
     activation: str,
-    make: MakeShares,
+    make_shares: MakeShares,
     *,
     by_layer: bool,
 ) -> list[LogitContributions]:
     """Decompose the value of each target of a run; each mixing matrix is computed once.
+
+    Relevance goes through the layers from last to first. Each layer's own contribution joins it.
 
     Args:
         run: the run, with its targets.
@@ -108,13 +110,13 @@ def contributions_to(
     """
     assert run.paths is not None
     layers, locals_ = run.layers, run.paths.locals
-    apart = len(layers) if by_layer else 1
-    count = apart + len(locals_) if by_layer else 1
-    passes = [_direct(run, question) for question in run.questions]
+    split = len(layers) if by_layer else 1  # rows from here on are of modules within tokens
+    count = split + len(locals_) if by_layer else 1
+    passes = [_run_direct_pass(run, question) for question in run.questions]
     like = passes[0].embedding
     rows = like.new_zeros(len(passes), count, *like.shape)
-    # modules within tokens, sorted by the last mixer call that they depend on
-    pending = sorted((part.mixers, at) for at, part in enumerate(locals_))
+    # modules within tokens, sorted by the number of mixers that ran before them
+    pending = sorted((local.mixers, place) for place, local in enumerate(locals_))
     within = _directly_reached(layers, passes) if are_noted(like) else None
 
     # is_zero: no contribution was added yet; is_unmixed: rows are nonzero only in `within`
@@ -124,10 +126,10 @@ def contributions_to(
         """Add contributions of modules, such as MLPs, after at least ``layers_read`` mixers."""
         nonlocal is_zero
         while pending and pending[-1][0] >= layers_read:
-            _, part = pending.pop()
+            _, place = pending.pop()
             is_zero = False
             for row, direct in zip(rows, passes, strict=True):
-                row[apart + part if by_layer else 0] += direct.locals[part].to(row.device)
+                row[split + place if by_layer else 0] += direct.locals[place].to(row.device)
 
     with torch.no_grad():
         for stage in shown(stages(layers)[::-1]):
@@ -135,32 +137,32 @@ def contributions_to(
             rows = rows.to(stage[-1].values)  # the layers may be on several devices
             enter_locals(first + 1)
             if not is_zero and may_hold_any(rows):
-                mixing = make(stage, run, activation)
+                mixing = make_shares(stage, run, activation)
                 rows = mixing.rmatvec(rows, within if is_unmixed else None)
             for i, layer in enumerate(stage, first):
-                rows[:, i if by_layer else 0] += _of_layer(layer, activation, passes, i, within)
+                rows[:, i if by_layer else 0] += _layer_terms(layer, activation, passes, i, within)
                 is_zero = is_unmixed = False
         enter_locals(0)
     rows = rows.to(like.device)
     return [
-        LogitContributions(row[:apart], row[apart:], direct.embedding, direct.biases, direct.output)
+        LogitContributions(row[:split], row[split:], direct.embedding, direct.biases, direct.output)
         for row, direct in zip(rows, passes, strict=True)
     ]
 
 
 def _directly_reached(layers: Sequence[Layer], passes: Sequence[_Direct]) -> range:
     """Return a range of tokens that includes all nonzero contributions along direct paths."""
-    some = [x.ne(0) for direct in passes for x in direct.locals]
-    some += [
+    masks = [x.ne(0) for direct in passes for x in direct.locals]
+    masks += [
         layer.in_order(toward).ne(0).any(-1)
         for direct in passes
         for layer, toward in zip(layers, direct.toward, strict=True)
     ]
-    return nonzero_range(torch.stack([x.to(some[0].device) for x in some]))
+    return nonzero_range(torch.stack([x.to(masks[0].device) for x in masks]))
 
 
-def _of_layer(
-    layer: Layer, activation: str, passes: Sequence[_Direct], at: int, within: range | None
+def _layer_terms(
+    layer: Layer, activation: str, passes: Sequence[_Direct], index: int, within: range | None
 ) -> Tensor:
     """Return contributions through layer index ``at`` to the T targets of ``passes``, (T, B, L).
 
@@ -168,13 +170,13 @@ def _of_layer(
     """
     shares = Contributions(layer, activation, hooks=False)  # the direct path has the hooks
     constant = shares.constant()
-    found = []
+    by_target = []
     for direct in passes:
-        direction = layer.in_order(direct.toward[at]).to(shares.weight)
-        found.append(shares.toward(direction, within))
-        added = (direction * constant).flatten(1).sum(1).to(direct.output.device)
-        direct.biases[layer.name] = direct.biases.get(layer.name, 0) + added
-    return torch.stack(found)
+        direction = layer.in_order(direct.toward[index]).to(shares.weight)
+        by_target.append(shares.toward(direction, within))
+        bias = (direction * constant).flatten(1).sum(1).to(direct.output.device)
+        direct.biases[layer.name] = direct.biases.get(layer.name, 0) + bias
+    return torch.stack(by_target)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +198,7 @@ class _Direct:
     output: Tensor
 
 
-def _direct(run: Run, question: Question) -> _Direct:
+def _run_direct_pass(run: Run, question: Question) -> _Direct:
     """Run one target's backward pass along direct paths, and return the results of this pass."""
     paths, layers = run.paths, run.layers
     assert paths is not None and question.selected is not None
@@ -205,39 +207,40 @@ def _direct(run: Run, question: Question) -> _Direct:
             "The model's mixers act on windows of 2-D maps that become coarser, so their tokens "
             "cannot be traced back to the input tokens. Use LatimFlow, which needs no such tracing."
         )
-    parts = [*paths.locals, *paths.beginnings]
+    modules = [*paths.locals, *paths.beginnings]
     gradients, biases = account(
         paths.mode,
         question.selected,
         question.constant,
-        [*paths.outputs, *(part.output for part in parts)],
+        [*paths.outputs, *(module.output for module in modules)],
     )
-    toward, at_parts = gradients[: len(layers)], gradients[len(layers) :]
-    added = [_by_token(run, part, g) for part, g in zip(parts, at_parts, strict=True)]
-    locals_, output = added[: len(paths.locals)], question.selected.detach()
+    at_mixers, at_modules = gradients[: len(layers)], gradients[len(layers) :]
+    by_token = [_by_token(run, x, g) for x, g in zip(modules, at_modules, strict=True)]
+    locals_, output = by_token[: len(paths.locals)], question.selected.detach()
     embedding = torch.zeros_like(paths.outputs[0][..., 0], device=output.device)
-    embedding = sum((x.to(output.device) for x in added[len(paths.locals) :]), embedding)
-    return _Direct(toward, locals_, embedding, biases, output)
+    embedding = sum((x.to(output.device) for x in by_token[len(paths.locals) :]), embedding)
+    return _Direct(at_mixers, locals_, embedding, biases, output)
 
 
-def _by_token(run: Run, part: Local, gradient: Tensor) -> Tensor:
+def _by_token(run: Run, module: Local, gradient: Tensor) -> Tensor:
     """Return a module's direct contribution to the output for each first-layer token, (B, L)."""
     layers = run.layers
     batch, tokens = len(layers[0].output), layers[0].tokens
-    added = gradient * part.output.detach()
-    at_its_tokens = are_noted(added) and added.shape[:2] == (batch, tokens)
-    if not at_its_tokens and not bool(added.any()):
+    added = gradient * module.output.detach()
+    # on a GPU, do not wait for `any` if the shapes agree
+    is_aligned = are_noted(added) and added.shape[:2] == (batch, tokens)
+    if not is_aligned and not bool(added.any()):
         return added.new_zeros(batch, tokens)
     # examples and tokens may share a dimension
     by_token = added.reshape(batch, -1, added.shape[-1]).sum(-1)
-    found = by_token
-    if part.given is not None:
-        given = part.given.to(by_token.device)
-        found = by_token.gather(1, given.clamp_min(0)) * (given >= 0)
-    if found.shape[1] != tokens or not part.is_placed:
+    at_tokens = by_token
+    if module.given is not None:
+        given = module.given.to(by_token.device)
+        at_tokens = by_token.gather(1, given.clamp_min(0)) * (given >= 0)
+    if at_tokens.shape[1] != tokens or not module.is_placed:
         raise InputError(
             f"A module of the model contributes at {by_token.shape[1]} tokens, but layer "
             f"{layers[0].name!r} has {tokens} tokens, and the map between them is not known. Use "
             "LatimFlow, which needs no such map."
         )
-    return found
+    return at_tokens

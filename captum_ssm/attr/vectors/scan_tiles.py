@@ -80,10 +80,10 @@ class ScanRows:
     def columns(self, sources: slice) -> Columns:
         """Return the columns of some sources."""
         end = min(sources.stop + self._reach, self.shape.tokens)
-        near, states = self._near(sources, end), self._states(sources, end)
+        near, states = self._near_entries(sources, end), self._states_after(sources, end)
         return Columns(self, sources.start, end, near, states)
 
-    def read(self, states: Tensor, pivot: int, rows: Tensor) -> Tensor:
+    def entries_after(self, states: Tensor, pivot: int, rows: Tensor) -> Tensor:
         """Return matrix entries (B, rows, S, H) of rows after ``pivot``, from the states there."""
         scan = self._scan
         elapsed = (self._clock[:, rows] - self._clock[:, pivot, None]).to(states)
@@ -94,36 +94,36 @@ class ScanRows:
         entries = factors @ states  # (B, H, rows, S)
         return entries.permute(0, 2, 3, 1)
 
-    def _near(self, sources: slice, end: int) -> Tensor:
+    def _near_entries(self, sources: slice, end: int) -> Tensor:
         """Return entries (B, T, S, H) of rows up to token ``end - 1``, from T x T matrices."""
-        some, tokens = slice(sources.start, end), end - sources.start
-        outer, skip = self._outer[:, some], self._skip[:, some]
-        shares = {k: share[:, some] for k, share in self._shares.items() if k < tokens}
+        part, tokens = slice(sources.start, end), end - sources.start
+        outer, skip = self._outer[:, part], self._skip[:, part]
+        shares = {k: share[:, part] for k, share in self._shares.items() if k < tokens}
         width = sources.stop - sources.start
         if not shares:
             return outer.new_zeros(*outer.shape[:2], width, outer.shape[2])
         band = {lag: share[..., None] for lag, share in shares.items()}
-        cut = self._scan.cut(some).entries(outer[..., None], band, range(tokens), by_head=True)
+        cut = self._scan.cut(part).entries(outer[..., None], band, range(tokens), by_head=True)
         matrix = cut.full(tokens)  # (B, H, T, T)
         for lag, share in shares.items():
             skipped = (outer * skip * share)[:, lag:].transpose(1, 2)
             matrix.diagonal(-lag, 2, 3).add_(skipped)
         return matrix[..., :width].permute(0, 2, 3, 1)
 
-    def _states(self, sources: slice, end: int) -> Tensor:
+    def _states_after(self, sources: slice, end: int) -> Tensor:
         """Return the states after token ``end - 1`` (B, H, N, S), from sums of steps dt."""
         scan, width = self._scan, sources.stop - sources.start
         batch, _, heads, _ = scan.shape
         states = self._outer.new_zeros(batch, width, scan.a.shape[-1], heads)
         rates = BINARY * scan.a.T
         for lag, share in self._shares.items():
-            at = slice(sources.start + lag, min(sources.stop + lag, end))
-            if (count := at.stop - at.start) <= 0:
+            tokens = slice(sources.start + lag, min(sources.stop + lag, end))
+            if (count := tokens.stop - tokens.start) <= 0:
                 continue
-            elapsed = (self._clock[:, end - 1, None] - self._clock[:, at]).to(states)
+            elapsed = (self._clock[:, end - 1, None] - self._clock[:, tokens]).to(states)
             decay = (elapsed[:, :, None] * rates).exp2_()  # (B, S, N, H)
-            written = (scan.dt[:, at] * share[:, at])[:, :, None]
-            states[:, :count].addcmul_(decay, scan.b[:, at, :, None] * written)
+            added = (scan.dt[:, tokens] * share[:, tokens])[:, :, None]
+            states[:, :count].addcmul_(decay, scan.b[:, tokens, :, None] * added)
         return states.permute(0, 3, 2, 1)
 
 
@@ -144,11 +144,11 @@ class Columns(NamedTuple):
     near: Tensor
     states: Tensor
 
-    def to(self, tokens: Tensor) -> Tensor:
+    def entries_of(self, rows: Tensor) -> Tensor:
         """Return entries (B, rows, S, H) of rows ``tokens``: all before ``end``, or none before."""
-        if int(tokens.max()) < self.end:
-            return self.near[:, tokens - self.start]
-        return self.rows.read(self.states, self.end - 1, tokens)
+        if int(rows.max()) < self.end:
+            return self.near[:, rows - self.start]
+        return self.rows.entries_after(self.states, self.end - 1, rows)
 
 
 def tiles(ahead: ScanRows, back: ScanRows | None, positions: Sequence[int]) -> Iterator[ScanTile]:
@@ -161,33 +161,34 @@ def tiles(ahead: ScanRows, back: ScanRows | None, positions: Sequence[int]) -> I
     """
     batch, tokens, heads, _ = ahead.shape
     rows = torch.as_tensor(positions)
-    most, width = at_a_time(_TILE_ELEMENTS, ahead.device), ahead.width
-    count = max(1, most // (batch * heads * width))
+    elements, width = at_a_time(_TILE_ELEMENTS, ahead.device), ahead.width
+    rows_at_once = max(1, elements // (batch * heads * width))
     for sources in parts(tokens, width, backwards=False):
         first, later = (int((rows < at).sum()) for at in (sources.start, sources.stop))
-        # cuts between rows far before, near before, at, near after and far after the sources
-        cuts, sent, returned = [first, later], None, None
+        # each range between two cuts is a tile: rows far before, near before, at, near after and
+        # far after the sources
+        cuts, forward, backward = [first, later], None, None
         if first < len(rows):
-            sent = ahead.columns(sources)
-            cuts += [max(later, int((rows < sent.end).sum())), len(rows)]
+            forward = ahead.columns(sources)
+            cuts += [max(later, int((rows < forward.end).sum())), len(rows)]
         if back is not None and later > 0:
-            returned = back.columns(slice(tokens - sources.stop, tokens - sources.start))
-            cuts = [0, min(first, int((rows < tokens - returned.end).sum())), *cuts]
-        tile = partial(_tile, rows, sources, sent, returned)
+            backward = back.columns(slice(tokens - sources.stop, tokens - sources.start))
+            cuts = [0, min(first, int((rows < tokens - backward.end).sum())), *cuts]
+        tile = partial(_tile, rows, sources, forward, backward)
         for start, stop in pairwise(cuts):
-            yield from as_memory_allows(range(start, stop), count, tile)
+            yield from as_memory_allows(range(start, stop), rows_at_once, tile)
 
 
 def _tile(
-    positions: Tensor, sources: slice, sent: Columns | None, returned: Columns | None, some: range
+    all_rows: Tensor, sources: slice, ahead: Columns | None, back: Columns | None, span: range
 ) -> ScanTile:
     """Return the tile of rows at ``positions[some]``, with both scan directions added."""
-    rows, until, found = positions[some.start : some.stop], sources.stop, []
-    if sent is not None and rows[0] >= sources.start:
-        found.append(sent.to(rows))
-        if returned is None:  # the scan is causal: later sources do not reach these rows
-            until = min(until, int(rows[-1]) + 1)
-    if returned is not None and rows[0] < sources.stop:
-        found.append(returned.to(returned.rows.shape.tokens - 1 - rows).flip(2))
-    entries = sum_tensors(found)[:, :, : until - sources.start]
-    return ScanTile(slice(some.start, some.stop), slice(sources.start, until), entries)
+    rows, stop, summands = all_rows[span.start : span.stop], sources.stop, []
+    if ahead is not None and rows[0] >= sources.start:
+        summands.append(ahead.entries_of(rows))
+        if back is None:  # the scan is causal: later sources do not reach these rows
+            stop = min(stop, int(rows[-1]) + 1)
+    if back is not None and rows[0] < sources.stop:
+        summands.append(back.entries_of(back.rows.shape.tokens - 1 - rows).flip(2))
+    entries = sum_tensors(summands)[:, :, : stop - sources.start]
+    return ScanTile(slice(span.start, span.stop), slice(sources.start, stop), entries)

@@ -32,15 +32,15 @@ def scanned(paths: Sequence[TapPath]) -> Scanned | None:
     The form is outer . (scan + skip) . inner, in one or both directions. Outer is a product of
     diagonals; inner is a product of diagonals and causal convolutions.
     """
-    found: dict[bool, ScanRows] = {}
+    by_direction: dict[bool, ScanRows] = {}  # the key is `backwards`
     for path in paths:
         for parts in products(path.operator):
-            turned = _in_scan_order(path, parts)
-            rows = None if turned is None else _rows(turned.parts, turned.shares)
-            if turned is None or rows is None or turned.backwards in found:
+            in_order = _in_scan_order(path, parts)
+            rows = None if in_order is None else _as_scan_rows(in_order.parts, in_order.shares)
+            if in_order is None or rows is None or in_order.backwards in by_direction:
                 return None
-            found[turned.backwards] = rows
-    return Scanned(found[False], found.get(True)) if False in found else None
+            by_direction[in_order.backwards] = rows
+    return Scanned(by_direction[False], by_direction.get(True)) if False in by_direction else None
 
 
 class _ScanProduct(NamedTuple):
@@ -54,20 +54,20 @@ class _ScanProduct(NamedTuple):
 def _in_scan_order(path: TapPath, parts: Sequence[Operator]) -> _ScanProduct | None:
     """Remove the token reversals around a backward scan; return None for different reorderings."""
     outer, rest = _split_off_permutes(parts, lambda permute: permute.inverse)
-    inner, core = _split_off_permutes(rest[::-1], lambda permute: permute.order)
-    core, inner = core[::-1], inner[::-1]
+    inner, middle = _split_off_permutes(rest[::-1], lambda permute: permute.order)
+    middle, inner = middle[::-1], inner[::-1]
     orders = [permute.on_host for permute in (*outer, *inner)]
     orders += [] if path.token is None else [path.token]
     if not orders:
-        return _ScanProduct(False, core, path.shares)
+        return _ScanProduct(False, middle, path.shares)
     reverse = torch.arange(len(orders[0]), device="cpu").flip(0)
     if len(outer) != 1 or len(orders) != 2 or not all(torch.equal(x, reverse) for x in orders):
         return None
     if not inner:  # path.token is the inner reordering, so the shares are reversed already
-        return _ScanProduct(True, core, path.shares)
+        return _ScanProduct(True, middle, path.shares)
     if any(lag for lag, _ in path.shares):
         return None
-    return _ScanProduct(True, core, [(0, inner[0].apply(phi)) for _, phi in path.shares])
+    return _ScanProduct(True, middle, [(0, inner[0].apply(phi)) for _, phi in path.shares])
 
 
 def _split_off_permutes(
@@ -92,19 +92,19 @@ def _split_off_permutes(
     return moved, [*diagonals]
 
 
-def _rows(parts: Sequence[Operator], shares: TapShares) -> ScanRows | None:
+def _as_scan_rows(parts: Sequence[Operator], shares: TapShares) -> ScanRows | None:
     """Return the matrix of a product in scan order; None unless the product has Mamba-1's form."""
-    places = [(i, scan) for i, part in enumerate(parts) if (scan := _scan_in(part)) is not None]
-    if len(places) != 1:
+    scans = [(i, scan) for i, part in enumerate(parts) if (scan := _scan_in(part)) is not None]
+    if len(scans) != 1:
         return None
-    at, scan = places[0]
-    outer, core, inner = parts[:at], parts[at], parts[at + 1 :]
-    diagonal = all(isinstance(part, Diagonal) for part in outer)
-    banded = all(isinstance(part, Diagonal | ShortConv) for part in inner)
-    if not (diagonal and banded and scan.b.dim() == 3):
+    place, scan = scans[0]
+    outer, core, inner = parts[:place], parts[place], parts[place + 1 :]
+    is_outer_diagonal = all(isinstance(part, Diagonal) for part in outer)
+    is_inner_banded = all(isinstance(part, Diagonal | ShortConv) for part in inner)
+    if not (is_outer_diagonal and is_inner_banded and scan.b.dim() == 3):
         return None
-    sent = _scan_input(shares, inner)
-    if min(sent) < 0:
+    scan_input = _scan_input(shares, inner)
+    if min(scan_input) < 0:
         return None
     one = scan.dt.new_ones(1, 1, 1, 1)
     summands = core.parts if isinstance(core, Sum) else ()
@@ -112,12 +112,12 @@ def _rows(parts: Sequence[Operator], shares: TapShares) -> ScanRows | None:
     factor = one
     for part in outer:
         factor = factor * part.tensors()["weight"]
-    whole = scan.shape
+    shape = scan.shape
     return ScanRows(
         scan,
-        {lag: share.expand(whole).squeeze(-1) for lag, share in sent.items()},
-        factor.expand(whole).squeeze(-1),
-        skip.expand(whole).squeeze(-1),
+        {lag: share.expand(shape).squeeze(-1) for lag, share in scan_input.items()},
+        factor.expand(shape).squeeze(-1),
+        skip.expand(shape).squeeze(-1),
     )
 
 
@@ -128,20 +128,20 @@ def _scan_in(part: Operator) -> SelectiveScan | None:
     if not isinstance(part, Sum):
         return None
     scans = [p for p in part.parts if isinstance(p, SelectiveScan)]
-    others = [p for p in part.parts if isinstance(p, Diagonal)]
-    return scans[0] if len(scans) == 1 and len(others) + 1 == len(part.parts) else None
+    diagonals = [p for p in part.parts if isinstance(p, Diagonal)]
+    return scans[0] if len(scans) == 1 and len(diagonals) + 1 == len(part.parts) else None
 
 
 def _scan_input(shares: TapShares, inner: Sequence[Operator]) -> Band:
     """Return token t - k's contribution to the scan's input at t, (B, L, H, P) for each lag k."""
     band: Band = {0: shares[0][1].new_ones(1, 1, 1, 1)}
     for part in reversed(inner):
-        following = part.after_band(band)
-        assert following is not None
-        band = following
-    found: Band = {}
+        next_band = part.after_band(band)
+        assert next_band is not None
+        band = next_band
+    out: Band = {}
     for tap, phi in shares:
         for lag, factor in band.items():
             share = factor * shift_tokens(phi, lag)
-            found[tap + lag] = found[tap + lag] + share if tap + lag in found else share
-    return found
+            out[tap + lag] = out[tap + lag] + share if tap + lag in out else share
+    return out

@@ -60,18 +60,19 @@ class AltiShares:
         mask: Tensor | None = None,
     ) -> None:
         writers, feeders = stage_parts(stage)
-        # without a residual stream no steps follow the output
-        alone = len(writers) == 1 and not (residual and writers[0].has_stream)
-        self._parts = [Contributions(w, activation, () if alone else w.way) for w in writers]
-        self._output = torch.stack([part.total() for part in self._parts]).sum(0)  # (B, L, E)
+        # bare: the mixer's own output is the layer's output, so no affine steps follow it
+        is_bare = len(writers) == 1 and not (residual and writers[0].has_stream)
+        self._parts = [Contributions(w, activation, () if is_bare else w.way) for w in writers]
+        self._output = torch.stack([x.total() for x in self._parts]).sum(0)  # (B, L, E)
         self._stream: Tensor | None = None
         if residual and writers[-1].has_stream:
             self._stream = stream_of(writers[-1], streams, self._output)
             self._output = self._output + self._stream
-        self._before: Tensor | None = None  # mixing of the feeding layers (B, L, L)
+        # the product of the feeding layers' matrices (B, L, L)
+        self._fed_by: Tensor | None = None
         for feeder in feeders:
-            fed = AltiShares([feeder], streams, activation=activation, mask=mask).matrix()
-            self._before = fed if self._before is None else fed @ self._before
+            matrix = AltiShares([feeder], streams, activation=activation, mask=mask).matrix()
+            self._fed_by = matrix if self._fed_by is None else matrix @ self._fed_by
         self._mask = None if mask is None else mask.to(self._output.device)
 
     @underflow_flushed()
@@ -79,22 +80,23 @@ class AltiShares:
         """Return the matrix rows (B, Q, L) for queries ``index`` (B, Q); each row sums to 1."""
         tokens = self._output.shape[1]
         shares = self._output.new_zeros(*index.shape, tokens)
-        kept, on_host = self._stream if self._before is None else None, index
+        # with feeding layers, the stream is added below, behind the product with their matrix
+        added_stream, index_on_host = self._stream if self._fed_by is None else None, index
         index = index.to(self._output.device)
         output = tokens_at(self._output, index)[:, :, None]  # (B, Q, 1, E)
-        for tile in tiles(self._parts, on_host, kept):
+        for tile in tiles(self._parts, index_on_host, added_stream):
             shares[:, tile.queries, tile.sources] = _share(output[:, tile.queries], tile.vectors)
         if self._mask is not None:
-            real = self._mask.to(shares)
-            shares *= real[:, None] * real.gather(1, index)[..., None]
-        at_query = index[..., None] == torch.arange(tokens, device=index.device)
-        if self._before is not None:
-            shares = shares @ self._before
+            is_real = self._mask.to(shares)
+            shares *= is_real[:, None] * is_real.gather(1, index)[..., None]
+        identity = index[..., None] == torch.arange(tokens, device=index.device)
+        if self._fed_by is not None:
+            shares = shares @ self._fed_by
             if self._stream is not None:
                 stream = tokens_at(self._stream, index)[:, :, None]
-                shares = shares + _share(output, stream) * at_query
+                shares = shares + _share(output, stream) * identity
         total = shares.sum(-1, keepdim=True)
-        return torch.where(total > 0, shares / total.where(total > 0, 1), at_query.to(shares))
+        return torch.where(total > 0, shares / total.where(total > 0, 1), identity.to(shares))
 
     def matrix(self) -> Tensor:
         """Return the whole mixing matrix, (B, L, L)."""
@@ -112,7 +114,7 @@ def _share(output: Tensor, vectors: Tensor) -> Tensor:
 
 
 def stage_parts(stage: Sequence[Layer]) -> tuple[Sequence[Layer], Sequence[Layer]]:
-    """Split layers into layers that add to the residual stream, and layers that feed these."""
+    """Split layers into writers, which add to the residual stream, and feeders of the writers."""
     writers = [layer for layer in stage if layer.joins != "feeds"] or list(stage)
     return writers, [layer for layer in stage if layer not in writers]
 
@@ -121,9 +123,9 @@ def stream_of(layer: Layer, streams: Streams, like: Tensor) -> Tensor:
     """Return the residual stream to which the layer's output ``like`` is added."""
     stream = streams.get(layer)
     if stream is None or stream.shape != like.shape:
-        found = "is not known" if stream is None else f"has shape {tuple(stream.shape)}"
+        problem = "is not known" if stream is None else f"has shape {tuple(stream.shape)}"
         raise InputError(
-            f"Layer {layer.name!r} returns {tuple(like.shape)}, but the residual stream {found}. "
+            f"Layer {layer.name!r} returns {tuple(like.shape)}, but the residual stream {problem}. "
             "Pass residual=False to LatimALTI for maps without residual streams, or use LatimFlow."
         )
     return stream.to(like)
@@ -143,24 +145,24 @@ class ProjectionShares:
     ) -> None:
         writers, feeders = stage_parts(stage)
         last = writers[-1]
-        alone = len(writers) == 1 and not last.has_stream
-        self._parts = [Contributions(w, activation, () if alone else w.way) for w in writers]
-        self._before = [
+        is_bare = len(writers) == 1 and not last.has_stream
+        self._parts = [Contributions(w, activation, () if is_bare else w.way) for w in writers]
+        self._feeders = [
             ProjectionShares([feeder], streams, activation=activation) for feeder in feeders
         ]
         mixed = torch.stack([part.total() for part in self._parts]).sum(0)  # (B, L, E)
         stream = stream_of(last, streams, mixed) if last.has_stream else torch.zeros_like(mixed)
         output = mixed + stream
-        size = output.square().sum(-1, keepdim=True)
+        squared_norm = output.square().sum(-1, keepdim=True)
         # a token whose vector is 0, such as a padded token, gets a row of the identity
-        self._direction = output / size.where(size > 0, 1)
-        kept = (stream * self._direction).sum(-1)
-        self._kept = torch.where(size.squeeze(-1) > 0, kept, 1)
+        self._direction = output / squared_norm.where(squared_norm > 0, 1)
+        own_share = (stream * self._direction).sum(-1)
+        self._stream_share = torch.where(squared_norm.squeeze(-1) > 0, own_share, 1)
 
     def rmatvec(self, row: Tensor, within: range | None = None) -> Tensor:
         """Return rows (..., B, L) times the matrix; all rows are 0 outside the range ``within``."""
         direction = row[..., None] * self._direction
         mixed = torch.stack([part.toward(direction, within) for part in self._parts]).sum(0)
-        for feeder in reversed(self._before):
+        for feeder in reversed(self._feeders):
             mixed = feeder.rmatvec(mixed)
-        return mixed + row * self._kept
+        return mixed + row * self._stream_share

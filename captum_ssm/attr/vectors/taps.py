@@ -29,7 +29,7 @@ Function = Callable[[Tensor], Tensor]
 #: Pairs of a lag k and phi[k] (B, L, H, P); phi[k][t] is due to position t - k.
 TapShares = Sequence[tuple[int, Tensor]]
 
-#: Functions f of a tap, by name.  For ``"silu"``, :func:`_own_function` finds the model's function.
+#: Functions f of a tap, by name.  For ``"silu"``, :func:`_find_activation` finds the model's own.
 FUNCTIONS: dict[str, Function] = {
     "silu": F.silu,
     "taylor1": lambda x: x / 2,
@@ -66,11 +66,11 @@ class TapPath:
     def toward(self, direction: Tensor) -> Tensor:
         """Return each token's contribution (..., B, L) to the inner product <output, direction>."""
         weight = self.operator.transpose(direction)
-        added = torch.zeros_like(weight[..., 0, 0])
+        out = torch.zeros_like(weight[..., 0, 0])
         for lag, phi in self.shares:
-            sent = (weight * phi).sum((-1, -2))[..., None, None]
-            added += shift_tokens(sent, -lag)[..., 0, 0]
-        return added if self.token is None else added.index_select(-1, self.position_of(added))
+            at_lag = (weight * phi).sum((-1, -2))[..., None, None]
+            out += shift_tokens(at_lag, -lag)[..., 0, 0]
+        return out if self.token is None else out.index_select(-1, self.position_of(out))
 
     def position_of(self, like: Tensor) -> Tensor:
         """Return the position of each token (L,), on the device of ``like``."""
@@ -117,12 +117,12 @@ def silenced(operator: Operator) -> Operator:
 
 def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activation: str) -> TapPath:
     """Convert a product to a path: the factors after the activation, and their input by lag."""
-    places = [i for i, part in enumerate(parts) if _is_activation(part)]
-    if not places and not any(_holds_activation(part) for part in parts):
+    activations = [i for i, part in enumerate(parts) if _is_activation(part)]
+    if not activations and not any(_holds_activation(part) for part in parts):
         return TapPath(Chain(*parts), [(0, values)])
-    at = places[0] if len(places) == 1 else -1
-    conv, inner = _split_conv(parts[at + 1 :])
-    if at < 0 or not all(isinstance(part, Diagonal | Permute) for part in inner):
+    place = activations[0] if len(activations) == 1 else -1  # -1 is refused below
+    conv, inner = _split_conv(parts[place + 1 :])
+    if place < 0 or not all(isinstance(part, Diagonal | Permute) for part in inner):
         raise UnsupportedMixerError(
             f"activation={activation!r} needs an activation with at most a short convolution "
             f"before it, but {type(module).__name__} has a different structure. Pass "
@@ -136,9 +136,9 @@ def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activati
     taps = _taps(conv, values)
     function = FUNCTIONS[activation]
     if activation == "silu":
-        function = _own_function(module, sum(taps.values()), parts[at].tensors()["weight"])
+        function = _find_activation(module, sum(taps.values()), parts[place].tensors()["weight"])
     one = values.new_ones(1, 1, 1, 1)
-    outer = parts[:at] or [Diagonal(one, parts[at].shape)]
+    outer = parts[:place] or [Diagonal(one, parts[place].shape)]
     return TapPath(Chain(*outer), [(lag, function(tap)) for lag, tap in taps.items()], token)
 
 
@@ -155,13 +155,13 @@ def _taps(conv: ShortConv | None, values: Tensor) -> dict[int, Tensor]:
     return taps
 
 
-def _own_function(module: Any, u: Any, ratio: Tensor) -> Function:
+def _find_activation(module: Any, u: Any, ratio: Tensor) -> Function:
     """Find the module's activation: the function whose frozen ratio act(u) / u is ``ratio``."""
     candidates = [F.silu, *(getattr(module, name, None) for name in _ACTIVATION_NAMES)]
-    frozen = ratio * u
+    output = ratio * u
     for function in candidates:
-        if callable(function) and function(u).sub(frozen).abs().max() <= (
-            _SAME_FUNCTION * frozen.abs().max()
+        if callable(function) and function(u).sub(output).abs().max() <= (
+            _SAME_FUNCTION * output.abs().max()
         ):
             return function
     raise UnsupportedMixerError(
