@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._optional import optional
 from ..attr.call import checks
-from ..attr.call.layout import of_given
+from ..attr.call.layout import to_input_tokens
 from ..attr.vectors.contributions import locals_and_cores
 from ..attr.vectors.latim import query_index
 from ..errors import InputError, OptionError
@@ -380,7 +380,7 @@ class Effects:
 
     def _at_input_tokens(self, x: Tensor) -> Tensor:
         """Rearrange values from the layers' tokens (B, L', ...) to input tokens (B, L, ...)."""
-        return x if self.given is None else of_given(x, self.given, self.tokens)
+        return x if self.given is None else to_input_tokens(x, self.given, self.tokens)
 
     def _layer_positions(self, index: Tensor) -> Tensor:
         """Convert input positions (B, Q) to positions among the tokens that the layers read."""

@@ -48,7 +48,7 @@ def _with_names_in_errors(cls: type[Edges]) -> type[Edges]:
 
     @functools.wraps(init)
     def checked(self: Edges, *args: Any, **kwargs: Any) -> None:
-        bound(signature, cls.__name__, args, kwargs, instead={})
+        bound(signature, cls.__name__, args, kwargs, advice={})
         init(self, *args, **kwargs)
 
     cls.__init__ = checked  # type: ignore[method-assign]

@@ -47,20 +47,20 @@ def flags(**options: Any) -> None:
 
 def integer(name: str, value: Any, example: int = 0) -> int:
     """Check that an option is an integer, and return it as an int; errors suggest ``example``."""
-    found = as_integer(value)
-    if found is None:
+    number = as_integer(value)
+    if number is None:
         raise OptionError(f"{name}={value!r} is not an integer. Pass one such as {example}.")
-    return found
+    return number
 
 
 def count(name: str, value: Any) -> int | None:
     """Check that an option is a positive integer or None, and return it."""
     if value is None:
         return None
-    found = integer(name, value, example=1)
-    if found < 1:
-        raise OptionError(f"{name}={found} is below 1. Pass an integer of at least 1, or None.")
-    return found
+    number = integer(name, value, example=1)
+    if number < 1:
+        raise OptionError(f"{name}={number} is below 1. Pass an integer of at least 1, or None.")
+    return number
 
 
 def integers(name: str, value: Any, meant: str) -> tuple[int, ...]:
@@ -77,41 +77,41 @@ def integers(name: str, value: Any, meant: str) -> tuple[int, ...]:
             f"{name}={value!r} is not a list. Pass a list of {meant}, such as {name}={suggested}."
         )
     listed = list(entries)
-    found = [as_integer(entry) for entry in listed]
-    for entry, number in zip(listed, found, strict=True):
+    numbers = [as_integer(entry) for entry in listed]
+    for entry, number in zip(listed, numbers, strict=True):
         if number is None:
             raise OptionError(f"{name} contains {entry!r}. Pass integers, such as {name}=[0, 1].")
-    return tuple(number for number in found if number is not None)
+    return tuple(number for number in numbers if number is not None)
 
 
 def no_repeats(name: str, numbers: Iterable[int]) -> None:
     """Raise if the option ``name`` contains an integer twice."""
-    seen = set[int]()
+    earlier = set[int]()
     for number in numbers:
-        if number in seen:
+        if number in earlier:
             raise OptionError(f"{name} contains {number} twice. Pass each number once.")
-        seen.add(number)
+        earlier.add(number)
 
 
 def tolerance(name: str, value: Any) -> bool | float:
     """Check that an option such as ``verify`` is a bool or a tolerance, and return it."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
-    found = as_number(value)
-    if found is None or not 0 < found < 1:
+    number = as_number(value)
+    if number is None or not 0 < number < 1:
         raise OptionError(
             f"{name}={value!r} is not accepted. Pass True, False, or a tolerance above 0 and below "
             f"1, such as {name}=1e-2."
         )
-    return found
+    return number
 
 
 def ratio(name: str, value: Any) -> float:
     """Check that an option is a number of at least 0 and below 1, and return it."""
-    found = as_number(value)
-    if found is None or not 0 <= found < 1:
+    number = as_number(value)
+    if number is None or not 0 <= number < 1:
         raise OptionError(f"{name}={value!r} is not accepted. Pass a number x, 0 <= x < 1.")
-    return found
+    return number
 
 
 def choice(name: str, value: Any, accepted: Collection[Any]) -> Any:
@@ -139,17 +139,17 @@ def parse_components(components: str | Collection[str]) -> frozenset[str]:
                 "one of these minus some components ('unified-conv'), or a set of names from "
                 f"{sorted(COMPONENTS)}."
             )
-        chosen = PRESETS[preset] - set(removed)
+        names = PRESETS[preset] - set(removed)
     else:
-        listed = isinstance(components, Collection) and not isinstance(components, Tensor)
-        names = listed and all(isinstance(part, str) for part in components)
-        chosen = frozenset(components) if names else frozenset()
-    if not chosen or not chosen <= COMPONENTS:
+        is_collection = isinstance(components, Collection) and not isinstance(components, Tensor)
+        are_strings = is_collection and all(isinstance(part, str) for part in components)
+        names = frozenset(components) if are_strings else frozenset()
+    if not names or not names <= COMPONENTS:
         raise OptionError(
             f"components={components!r} is not accepted. Pass at least one component, and only "
             f"names from {sorted(COMPONENTS)}."
         )
-    return chosen
+    return names
 
 
 def reduction(reduce: Any) -> Reduce:
@@ -159,30 +159,31 @@ def reduction(reduce: Any) -> Reduce:
         return reduce
 
     def checked(values: Tensor) -> Tensor:
+        """Call ``reduce`` on values (..., n); raise unless it returns a floating tensor (...)."""
         try:
-            found = reduce(values)
+            out = reduce(values)
         except Exception as error:
             out_of_memory = isinstance(error, RuntimeError) and ran_out_of_memory(error)
             if out_of_memory or isinstance(error, MemoryError):
                 raise
-            raise _no_reduction(reduce, f"raised {type(error).__name__}: {error}") from error
-        if not isinstance(found, Tensor):
-            raise _no_reduction(reduce, f"returned {type(found).__name__}, not a tensor")
-        if found.shape != values.shape[:-1] or not found.is_floating_point():
-            raise _no_reduction(
+            raise _reduction_error(reduce, f"raised {type(error).__name__}: {error}") from error
+        if not isinstance(out, Tensor):
+            raise _reduction_error(reduce, f"returned {type(out).__name__}, not a tensor")
+        if out.shape != values.shape[:-1] or not out.is_floating_point():
+            raise _reduction_error(
                 reduce,
-                f"returned {found.dtype} of shape {tuple(found.shape)} for {values.dtype} of shape "
+                f"returned {out.dtype} of shape {tuple(out.shape)} for {values.dtype} of shape "
                 f"{tuple(values.shape)}",
             )
-        return found
+        return out
 
     return checked
 
 
-def _no_reduction(reduce: Any, what: str) -> OptionError:
-    """Return the error for a custom ``reduce`` function that failed; ``what`` says how."""
+def _reduction_error(reduce: Any, problem: str) -> OptionError:
+    """Return the error for a custom ``reduce`` function that failed with a ``problem``."""
     return OptionError(
-        f"reduce={reduce!r} {what}. Pass a function that reduces the last dimension, such as "
+        f"reduce={reduce!r} {problem}. Pass a function that reduces the last dimension, such as "
         "reduce=lambda channels: channels.mean(-1)."
     )
 
@@ -200,8 +201,8 @@ def as_integer(value: Any) -> int | None:
 
 def as_number(value: Any) -> float | None:
     """Convert a finite real number to a float; return None for a bool, NaN or other values."""
-    one = isinstance(value, Tensor | np.ndarray | np.generic) and not value.ndim
-    plain = value.item() if one else value
+    is_scalar = isinstance(value, Tensor | np.ndarray | np.generic) and not value.ndim
+    plain = value.item() if is_scalar else value
     if isinstance(plain, bool) or not isinstance(plain, Real):
         return None
     return float(plain) if math.isfinite(plain) else None
@@ -213,10 +214,10 @@ def in_place_of(function: Function) -> Callable[[Callable[..., Any]], Function]:
     The wrapper has no ``__wrapped__``, because Captum's tools would call that function instead.
     """
 
-    def passing(wrapper: Callable[..., Any]) -> Function:
+    def imitate(wrapper: Callable[..., Any]) -> Function:
         functools.update_wrapper(wrapper, function)
         vars(wrapper)["__signature__"] = inspect.signature(function)
         del vars(wrapper)["__wrapped__"]
         return cast(Function, wrapper)
 
-    return passing
+    return imitate

@@ -56,40 +56,42 @@ def mean_over(model: Callable[..., Any], mask: Any = None) -> Callable[..., Tens
         >>> LatimFlow(model).attribute(images, target=(1, 2, 3)).shape  # of one pixel
         torch.Size([2, 3, 5, 6])
     """
-    chosen = None if mask is None else _checked(mask)
+    booleans = None if mask is None else _check_mask(mask)
 
     def means(*args: Any, **kwargs: Any) -> Tensor:
+        """Run the model; return the weighted mean of each class's logits over pixels, (B, K)."""
         logits = logits_of(model(*args, **kwargs))
         if logits.dim() < 4:
             raise OutputError(
                 f"mean_over() needs logits for every pixel (B, K, H, W), but the model returned "
                 f"{tuple(logits.shape)}. Pass the model itself as forward_func, without mean_over."
             )
-        counted = _of_class(logits) if chosen is None else _fitting(chosen, logits)
-        places = tuple(range(2, logits.dim()))
-        return (logits * counted).sum(places) / counted.sum(places).clamp_min(1)
+        weights = _largest(logits) if booleans is None else _fit_mask(booleans, logits)
+        pixel_dims = tuple(range(2, logits.dim()))
+        return (logits * weights).sum(pixel_dims) / weights.sum(pixel_dims).clamp_min(1)
 
     return means
 
 
-def _checked(mask: Any) -> Tensor:
+def _check_mask(mask: Any) -> Tensor:
     """Check that the mask is boolean and selects a pixel; return the mask as a tensor."""
-    found = torch.as_tensor(mask)
-    if found.dtype != torch.bool or not bool(found.any()):
-        what = f"a tensor of {found.dtype}" if found.dtype != torch.bool else "no True"
+    tensor = torch.as_tensor(mask)
+    if tensor.dtype != torch.bool or not bool(tensor.any()):
+        content = f"a tensor of {tensor.dtype}" if tensor.dtype != torch.bool else "no True"
         raise InputError(
-            f"mask contains {what}. Pass booleans (H, W) or (B, H, W), True for pixels in the mean."
+            f"mask contains {content}. Pass booleans (H, W) or (B, H, W), True for pixels in the "
+            "mean."
         )
-    return found
+    return tensor
 
 
-def _of_class(logits: Tensor) -> Tensor:
+def _largest(logits: Tensor) -> Tensor:
     """Return (B, K, H, W): 1 at pixels where a class has the largest logit, else 0."""
     largest = F.one_hot(logits.detach().argmax(1), logits.shape[1])
     return largest.movedim(-1, 1).to(logits.dtype)
 
 
-def _fitting(mask: Tensor, logits: Tensor) -> Tensor:
+def _fit_mask(mask: Tensor, logits: Tensor) -> Tensor:
     """Check the mask's shape, and reshape it so that it broadcasts to logits (B, K, H, W)."""
     batch, sizes = len(logits), tuple(logits.shape[2:])
     if tuple(mask.shape) not in (sizes, (batch, *sizes)):
@@ -98,5 +100,5 @@ def _fitting(mask: Tensor, logits: Tensor) -> Tensor:
             f"examples of {sizes} pixels. Pass a mask of shape {sizes} or {(batch, *sizes)}; with "
             f"internal_batch_size, only {sizes}."
         )
-    batched = mask if mask.dim() == logits.dim() - 1 else mask[None]
-    return batched[:, None].to(logits)
+    with_batch = mask if mask.dim() == logits.dim() - 1 else mask[None]
+    return with_batch[:, None].to(logits)

@@ -15,7 +15,7 @@ from ...errors import ArgumentError, InputError, ModelNotFoundError, TargetError
 from ...tracing import find_model
 from ..text.codec import Codec
 from .checks import as_integer, in_place_of
-from .inputs import BESIDE, KEYS, behind_inputs, unpadded
+from .inputs import KEYS, MASK_KEYS, ids_if_unpadded, positional_arguments
 from .progress import bar
 from .targets import CONTRASTS, Each
 
@@ -39,12 +39,12 @@ def called_by_name(function: Function) -> Function:
     signature = inspect.signature(function)
 
     @in_place_of(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         name = args[0].name if function.__name__ == "__init__" else function.__name__
-        found = bound(signature, name, args, kwargs)
-        return function(*found.args, **found.kwargs)
+        arguments = bound(signature, name, args, kwargs)
+        return function(*arguments.args, **arguments.kwargs)
 
-    return called
+    return wrapper
 
 
 def bound(
@@ -52,18 +52,18 @@ def bound(
     name: str,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    instead: Mapping[str, str] = _INSTEAD,
+    advice: Mapping[str, str] = _INSTEAD,
 ) -> inspect.BoundArguments:
-    """Bind arguments to a signature; an error shows the function's ``name`` and advice."""
+    """Bind arguments to a signature; an error shows the function's ``name`` and ``advice``."""
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
-        taken = [each for each in signature.parameters if each != "self"]
-        other = next((each for each in kwargs if each not in taken), None)
-        if other is not None and other in instead:
-            raise ArgumentError(f"{other} is not an argument of {name}. {instead[other]}") from None
-        hint = "" if other is None else meant(other, taken)
-        raise ArgumentError(f"{name}: {error}.{hint} Pass only {', '.join(taken)}.") from None
+        parameters = [x for x in signature.parameters if x != "self"]
+        extra = next((x for x in kwargs if x not in parameters), None)
+        if extra is not None and extra in advice:
+            raise ArgumentError(f"{extra} is not an argument of {name}. {advice[extra]}") from None
+        hint = "" if extra is None else meant(extra, parameters)
+        raise ArgumentError(f"{name}: {error}.{hint} Pass only {', '.join(parameters)}.") from None
 
 
 def check_model(forward_func: Any, model: Any) -> None:
@@ -83,23 +83,24 @@ def reads_any(function: Function, name: str) -> Function:
     """Wrap a method to accept texts, a tokenizer's output, ``tokenizer`` and ``show_progress``."""
     signature = inspect.signature(function)
     parameters = signature.parameters
-    more = {*KEYS, *BESIDE, "tokenizer"} - parameters.keys()
-    own_bar = "show_progress" in parameters
+    added_keywords = {*KEYS, *MASK_KEYS, "tokenizer"} - parameters.keys()
+    own = "show_progress" in parameters
 
     @in_place_of(function)
-    def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {key: kwargs.pop(key) for key in more & kwargs.keys()}
-        key = next((key for key in KEYS if key in given), None)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        added = {key: kwargs.pop(key) for key in added_keywords & kwargs.keys()}
+        key = next((key for key in KEYS if key in added), None)
         if key is not None:
-            kwargs["inputs"] = given.pop(key)
-        show = kwargs.get("show_progress", False) if own_bar else kwargs.pop("show_progress", False)
-        found = bound(signature, f"{self.name}.{name}", (self, *args), kwargs)
-        reader = Reader(given.pop("tokenizer", None), self.forward_func, self.model)
-        reader.read(found.arguments, given)
+            kwargs["inputs"] = added.pop(key)
+        # a function without this parameter must not get it
+        show = kwargs.get("show_progress", False) if own else kwargs.pop("show_progress", False)
+        arguments = bound(signature, f"{self.name}.{name}", (self, *args), kwargs)
+        reader = Reader(added.pop("tokenizer", None), self.forward_func, self.model)
+        reader.read(arguments.arguments, added)
         with bar(self.name, show):
-            return function(*found.args, **found.kwargs)
+            return function(*arguments.args, **arguments.kwargs)
 
-    return asked
+    return wrapper
 
 
 class Reader:
@@ -113,26 +114,26 @@ class Reader:
 
     def __init__(self, tokenizer: Any, forward_func: Any, model: nn.Module | None = None) -> None:
         tokenizer = tokenizer or getattr(forward_func, "tokenizer", None)
-        is_read = tokenizer is None or isinstance(tokenizer, Codec)
-        self.codec = tokenizer if is_read else Codec(tokenizer)
+        is_codec = tokenizer is None or isinstance(tokenizer, Codec)
+        self.codec = tokenizer if is_codec else Codec(tokenizer)
         self._forward_func, self._model = forward_func, model
 
-    def read(self, arguments: dict[str, Any], beside: dict[str, Any]) -> None:
-        """Convert a call's ``arguments`` in place; add ``beside``, such as an attention_mask."""
-        inputs = unpadded(arguments["inputs"])
+    def read(self, arguments: dict[str, Any], tensors: dict[str, Any]) -> None:
+        """Convert a call's ``arguments`` in place; add ``tensors``, such as an attention_mask."""
+        inputs = ids_if_unpadded(arguments["inputs"])
         if isinstance(inputs, Mapping):
             key = next((key for key in KEYS if key in inputs), None)
-            if key is not None and inputs.keys() <= {key, *BESIDE}:
-                beside = {**inputs, **beside}
-                inputs = beside.pop(key)
+            if key is not None and inputs.keys() <= {key, *MASK_KEYS}:
+                tensors = {**inputs, **tensors}
+                inputs = tensors.pop(key)
         arguments["inputs"] = self.inputs(inputs)
-        beside = {key: value for key, value in beside.items() if value is not None}
-        if beside and arguments.get("additional_forward_args") is not None:
-            passed = " and ".join(f"{key}=" for key in beside)
-            raise InputError(f"{passed} and additional_forward_args are both set. Pass only one.")
-        if beside:
-            behind = behind_inputs(self._forward_func, arguments["inputs"], beside)
-            arguments["additional_forward_args"] = behind
+        tensors = {key: value for key, value in tensors.items() if value is not None}
+        if tensors and arguments.get("additional_forward_args") is not None:
+            names = " and ".join(f"{key}=" for key in tensors)
+            raise InputError(f"{names} and additional_forward_args are both set. Pass only one.")
+        if tensors:
+            additional = positional_arguments(self._forward_func, arguments["inputs"], tensors)
+            arguments["additional_forward_args"] = additional
         for name in ("target", "targets", "contrast"):
             if name in arguments:
                 arguments[name] = self.target(arguments[name], name)
@@ -146,32 +147,36 @@ class Reader:
             return torch.as_tensor(inputs)
         if not isinstance(inputs, str | list) or not inputs:
             return inputs
-        several = isinstance(inputs, list) and isinstance(inputs[0], str | list) and inputs[0]
-        if several and as_integer(inputs[0][0]) is not None:
+        # a list of texts, conversations or lists of ids; not one conversation or one list of ids
+        is_batch = isinstance(inputs, list) and isinstance(inputs[0], str | list) and inputs[0]
+        if is_batch and as_integer(inputs[0][0]) is not None:
             try:
                 return torch.tensor(inputs)
             except (TypeError, ValueError):
                 return inputs
-        listed = inputs if several else [inputs]
-        if self.codec is None or not all(map(is_text, listed)):
+        texts = inputs if is_batch else [inputs]
+        if self.codec is None or not all(map(is_text, texts)):
             return inputs
-        found = [self.codec.ids_of(text) for text in listed]
-        if len({len(ids) for ids in found}) > 1:
+        rows = [self.codec.ids_of(text) for text in texts]
+        if len({len(ids) for ids in rows}) > 1:
             raise InputError(
-                f"inputs holds texts of different lengths: {[len(ids) for ids in found]} tokens. "
+                f"inputs holds texts of different lengths: {[len(ids) for ids in rows]} tokens. "
                 "Pass a padded batch: tokenizer(texts, padding=True, return_tensors='pt')."
             )
         first = next(find_model(self._forward_func, self._model).parameters(), torch.empty(0))
-        return torch.stack(found).to(first.device)
+        return torch.stack(rows).to(first.device)
 
     def target(self, target: Any, name: str = "target") -> Any:
         """Convert a target to Captum's forms; a text is a class name or the text of a token."""
         if isinstance(target, Each):
-            return Each([self.target(one, name) for one in target.targets])
+            return Each([self.target(entry, name) for entry in target.targets])
         if isinstance(target, list):
-            return [self.target(one, name) for one in target]
-        at = isinstance(target, tuple) and len(target) == 2 and isinstance(target[1], str)
-        if not at and (not isinstance(target, str) or (name == "contrast" and target in CONTRASTS)):
+            return [self.target(entry, name) for entry in target]
+        # pair: a position and the text of a token
+        pair = isinstance(target, tuple) and len(target) == 2 and isinstance(target[1], str)
+        if not pair and (
+            not isinstance(target, str) or (name == "contrast" and target in CONTRASTS)
+        ):
             return target
         if isinstance(target, str):
             classes = classes_of(find_model(self._forward_func, self._model))
@@ -179,12 +184,12 @@ class Reader:
                 return classes[target]
         if self.codec is None:
             return target
-        position, text = target if at else (-1, target)
+        position, text = target if pair else (-1, target)
         try:
             token = self.codec.token(text)
         except InputError as error:
             raise TargetError(f"{name}={target!r}: {error}") from None
-        return (position, token) if at else _TextTarget((position, token))
+        return (position, token) if pair else _TextTarget((position, token))
 
 
 def classes_of(model: nn.Module) -> dict[str, int]:

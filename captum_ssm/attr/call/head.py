@@ -55,18 +55,20 @@ class Kept:
             output: logits at the kept positions, (B, K, V).
             target, contrast: see :func:`~captum_ssm.attr.call.targets.contrasted`.
         """
-        whole = self.whole(output)
+        all_logits = self.whole(output)
         if contrast is not None and not isinstance(contrast, str):
-            contrast = self._found(contrast, second_index(contrast, whole))
-        return self._found(target, target_index(target, whole)), contrast
+            contrast = self._reindex(contrast, second_index(contrast, all_logits))
+        return self._reindex(target, target_index(target, all_logits)), contrast
 
-    def _found(self, target: Any, index: Tensor | None) -> Any:
+    def _reindex(self, target: Any, index: Tensor | None) -> Any:
         """Convert a target or a contrast for :meth:`among`, from the result of target_index."""
         if index is None:
             return None
         if isinstance(target, SumTarget):
-            where = index[..., 0].cpu().contiguous()
-            return target.with_positions(torch.searchsorted(torch.tensor(self.positions), where))
+            positions = index[..., 0].cpu().contiguous()
+            return target.with_positions(
+                torch.searchsorted(torch.tensor(self.positions), positions)
+            )
         return [(self.positions.index(p), token) for p, token in index.tolist()]
 
 
@@ -93,29 +95,30 @@ def kept_positions(
     if inputs.dim() not in (2, 3) or not _head_can_be_limited(forward_func, arguments, read):
         return None
     batch, tokens = inputs.shape[:2]
-    of_any = torch.zeros(()).expand(batch, tokens, _ANY_VOCABULARY)
-    found: set[int] = set()
+    all_logits = torch.zeros(()).expand(batch, tokens, _ANY_VOCABULARY)  # the memory of a scalar
+    positions: set[int] = set()
     for question in questions:
         contrast = question.contrast
-        named = isinstance(contrast, str)
-        if named and contrast not in CONTRASTS:
+        is_named = isinstance(contrast, str)
+        if is_named and contrast not in CONTRASTS:
             return None
-        others = () if contrast is None or named else (contrast,)
+        # a named contrast is computed at the target's own positions
+        contrasts = () if contrast is None or is_named else (contrast,)
         try:
-            indices = [target_index(each, of_any) for each in (question.target, *others)]
+            indices = [target_index(each, all_logits) for each in (question.target, *contrasts)]
         except TargetError:  # raised again with the output's shape, after the run
             return None
         for index in indices:
             if index is None:
                 return None
-            found.update(index[..., 0].flatten().tolist())
-    return Kept(tuple(sorted(found)), tokens) if 0 < len(found) < tokens else None
+            positions.update(index[..., 0].flatten().tolist())
+    return Kept(tuple(sorted(positions)), tokens) if 0 < len(positions) < tokens else None
 
 
 def _head_can_be_limited(
     forward_func: Callable[..., Any], arguments: Sequence[Any], read: Sequence[nn.Module]
 ) -> bool:
-    """Return True if the head acts on each position separately, and the model can skip positions.
+    """Return True if a transformers model can run its head at some positions only.
 
     Return False if hooks on the head, or the modules in ``read``, need logits of all positions.
     """
@@ -126,17 +129,17 @@ def _head_can_be_limited(
             return False
         model = owner
     forward, call = type(model).forward, type(model).__call__
-    code = getattr(inspect.unwrap(forward), "__module__", None) or ""
-    if code.split(".")[0] != "transformers" or call is not nn.Module.__call__:
+    package = getattr(inspect.unwrap(forward), "__module__", None) or ""
+    if package.split(".")[0] != "transformers" or call is not nn.Module.__call__:
         return False
     signature = inspect.signature(forward)
     if _ARGUMENT not in signature.parameters:
         return False
     try:
-        named = signature.bind(model, *arguments).arguments
+        by_name = signature.bind(model, *arguments).arguments
     except TypeError:
         return False
-    if named.get(_ARGUMENT) is not None or named.get("labels") is not None:
+    if by_name.get(_ARGUMENT) is not None or by_name.get("labels") is not None:
         return False
     head = model.get_output_embeddings()
     if any(part is head for module in read for part in module.modules()):

@@ -29,26 +29,26 @@ _NO_SUCH_INDEX = "index out of range in self"
 
 
 #: Names of the tensors in a tokenizer's output besides the input.
-BESIDE = ("attention_mask", "token_type_ids")
+MASK_KEYS = ("attention_mask", "token_type_ids")
 
 
-def behind_inputs(
-    forward_func: Callable[..., Any], inputs: Any, beside: Mapping[str, Any]
+def positional_arguments(
+    forward_func: Callable[..., Any], inputs: Any, tensors: Mapping[str, Any]
 ) -> tuple[Any, ...]:
     """Return tensors such as attention_mask as additional_forward_args, in forward_func's order.
 
     Args:
         forward_func: the function that runs the model.
         inputs: the inputs, which determine the batch size.
-        beside: the tensors, by parameter name of forward_func.
+        tensors: the tensors, by parameter name of forward_func.
 
     Raises:
         InputError: if forward_func has no such positional parameter, or if a tensor's batch size
             is neither 1 nor the batch size of inputs.
     """
-    passed = " and ".join(f"{name}=" for name in beside)
+    passed = " and ".join(f"{name}=" for name in tensors)
     first = inputs[0] if isinstance(inputs, tuple) and inputs else inputs
-    for name, value in beside.items():
+    for name, value in tensors.items():
         sizes = [len(x) if isinstance(x, Tensor) and x.dim() else 1 for x in (value, first)]
         if sizes[0] not in (1, sizes[1]):
             raise InputError(
@@ -58,19 +58,20 @@ def behind_inputs(
     function = runnable(forward_func)
     called = function.forward if isinstance(function, nn.Module) else function
     parameters = inspect.signature(called).parameters
-    if isinstance(function, nn.Module) and not beside.keys() <= parameters.keys():
+    if isinstance(function, nn.Module) and not tensors.keys() <= parameters.keys():
         parameters = inspect.signature(_forward_of_base(function)).parameters
-    behind = [each for each in parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD][1:]
-    names = [each.name for each in behind]
-    if not beside.keys() <= set(names):
+    # positional parameters that follow the inputs
+    following = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    names = [p.name for p in following]
+    if not tensors.keys() <= set(names):
         raise InputError(
             f"{passed} is given, but {getattr(called, '__qualname__', called)} has no positional "
             "parameter of this name. Pass additional_forward_args, in the order of its parameters."
         )
-    last = max(names.index(name) for name in beside)
+    last = max(names.index(name) for name in tensors)
     return tuple(
-        beside.get(each.name, None if each.default is each.empty else each.default)
-        for each in behind[: last + 1]
+        tensors.get(p.name, None if p.default is p.empty else p.default)
+        for p in following[: last + 1]
     )
 
 
@@ -83,7 +84,7 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
 
 def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
     """Check that ``inputs`` is one tensor; return it, and whether it was in a tuple."""
-    inputs = unpadded(inputs)
+    inputs = ids_if_unpadded(inputs)
     in_tuple = isinstance(inputs, tuple)
     if in_tuple and len(inputs) != 1:
         raise InputError(
@@ -93,7 +94,7 @@ def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
     tensor = inputs[0] if in_tuple else inputs
     if not isinstance(tensor, Tensor):
         raise InputError(
-            f"{name} is of type {type(tensor).__name__}, not a tensor. {_in_place_of(tensor)}"
+            f"{name} is of type {type(tensor).__name__}, not a tensor. {_advice_for(tensor)}"
         )
     if tensor.dim() < 2:
         raise InputError(
@@ -111,35 +112,35 @@ def several_inputs(inputs: Any, name: str = "inputs") -> tuple[Tensor, tuple[Ten
     """Check the inputs; return the first input, and all others, such as images beside a text."""
     if not isinstance(inputs, tuple) or len(inputs) < 2:
         return single_input(inputs, name)[0], ()
-    for number, other in enumerate(inputs[1:], 1):
+    for index, other in enumerate(inputs[1:], 1):
         if not isinstance(other, Tensor) or not other.is_floating_point() or other.dim() < 2:
-            got = type(other).__name__
+            kind = type(other).__name__
             if isinstance(other, Tensor):
-                got = f"a tensor of dtype {other.dtype} and shape {tuple(other.shape)}"
+                kind = f"a tensor of dtype {other.dtype} and shape {tuple(other.shape)}"
             raise InputError(
-                f"{name}[{number}] is {got}. In a tuple, pass first the sequence, as token ids or "
+                f"{name}[{index}] is {kind}. In a tuple, pass first the sequence, as token ids or "
                 "embeddings, and then floating tensors, such as images. forward_func must take "
                 "them in this order. Pass all other arguments as additional_forward_args."
             )
     return single_input(inputs[0], f"{name}[0]")[0], inputs[1:]
 
 
-def unpadded(value: Any) -> Any:
+def ids_if_unpadded(value: Any) -> Any:
     """Return the ids of a tokenizer's output without padding; return other values unchanged.
 
     A mask of ones and token types of zeros are the models' defaults, so they can be left out.
     """
     if not isinstance(value, Mapping) or not isinstance(value.get("input_ids"), Tensor):
         return value
-    left_out = {"attention_mask": 1, "token_type_ids": 0}
-    others = {name: other for name, other in value.items() if name != "input_ids"}
-    for name, other in others.items():
-        if not isinstance(other, Tensor) or name not in left_out or (other != left_out[name]).any():
+    defaults = {"attention_mask": 1, "token_type_ids": 0}
+    others = {name: x for name, x in value.items() if name != "input_ids"}
+    for name, x in others.items():
+        if not isinstance(x, Tensor) or name not in defaults or (x != defaults[name]).any():
             return value
     return value["input_ids"]
 
 
-def _in_place_of(value: Any) -> str:
+def _advice_for(value: Any) -> str:
     """Return the advice in the error for inputs that are not a tensor."""
     if isinstance(value, Mapping):
         return f"Pass one of the tensors in it ({list(value)}), such as {_FORMS}."
@@ -200,7 +201,7 @@ def call_model(
     If ``inputs`` are embeddings and a module's first parameter is ``input_ids``, the embeddings are
     passed as ``inputs_embeds``, or without this parameter replace the embedding layer's output.
     """
-    with _embeddable(inputs):
+    with _name_embedding_errors(inputs):
         function = runnable(forward_func)
         embeddings = inputs.is_floating_point() and inputs.dim() == 3
         if embeddings and isinstance(function, nn.Module):
@@ -215,8 +216,8 @@ def _call_on_embeddings(
     try:
         bound = inspect.signature(_forward_of_base(function)).bind(inputs, *additional, **named)
     except TypeError as error:
-        said = f"additional_forward_args do not fit {type(function).__name__}.forward: {error}."
-        raise InputError(f"{said} Pass the positional arguments that follow inputs.") from error
+        problem = f"additional_forward_args do not fit {type(function).__name__}.forward: {error}."
+        raise InputError(f"{problem} Pass the positional arguments that follow inputs.") from error
     arguments = dict(bound.arguments)
     if next(iter(arguments)) != "input_ids":
         return function(inputs, *additional, **named)
@@ -229,7 +230,7 @@ def _call_on_embeddings(
         bound.arguments.pop("input_ids")
         bound.arguments["inputs_embeds"] = inputs
         return function(**_as_keywords(bound))
-    with _embedded(function, inputs):
+    with _replace_embeddings(function, inputs):
         ids = inputs.new_zeros(inputs.shape[:2]).long()
         return function(ids, *additional, **named)
 
@@ -246,30 +247,30 @@ def embeddings_of(forward_func: Callable[..., Any], ids: Tensor) -> Tensor | Non
         return None
     if next(iter(inspect.signature(_forward_of_base(function)).parameters)) != "input_ids":
         return None
-    with torch.no_grad(), _embeddable(ids):
-        found: Tensor = layer(ids)
-    return found
+    with torch.no_grad(), _name_embedding_errors(ids):
+        embeddings: Tensor = layer(ids)
+    return embeddings
 
 
 @contextmanager
-def _embeddable(inputs: Tensor) -> Iterator[None]:
+def _name_embedding_errors(inputs: Tensor) -> Iterator[None]:
     """Replace torch's errors in an embedding layer with errors that name ``inputs``."""
     try:
         yield
     except (RuntimeError, IndexError) as error:
-        shape, said = tuple(inputs.shape), str(error)
-        if inputs.is_floating_point() and _NO_INDEX in said:
-            instead = (
+        shape, message = tuple(inputs.shape), str(error)
+        if inputs.is_floating_point() and _NO_INDEX in message:
+            advice = (
                 "embeddings of shape (B, L, E)"
                 if inputs.dim() == 2
                 else "a forward_func that takes embeddings, such as model(inputs_embeds=inputs)"
             )
             raise InputError(
                 f"inputs of shape {shape} is floating ({inputs.dtype}), but the model's embedding "
-                f"layer needs integer token ids (B, L). Pass token ids, or {instead}. Methods that "
+                f"layer needs integer token ids (B, L). Pass token ids, or {advice}. Methods that "
                 "add noise or take steps between inputs, such as NoiseTunnel, need embeddings."
             ) from error
-        if not inputs.is_floating_point() and _NO_SUCH_INDEX in said:
+        if not inputs.is_floating_point() and _NO_SUCH_INDEX in message:
             raise InputError(
                 f"inputs holds token ids from {int(inputs.min())} to {int(inputs.max())}, which "
                 "are not all in the model's vocabulary. Pass ids from the tokenizer of this model."
@@ -286,11 +287,11 @@ def _forward_of_base(model: nn.Module) -> Callable[..., Any]:
 
 def _as_keywords(bound: inspect.BoundArguments) -> dict[str, Any]:
     """Return bound arguments as keyword arguments, for a call in which one has another name."""
-    named: dict[str, Any] = {}
+    keywords: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_KEYWORD:
-            named.update(value)
+            keywords.update(value)
         elif kind is inspect.Parameter.VAR_POSITIONAL:
             raise InputError(
                 f"additional_forward_args holds {len(value)} values for *{name} of the model's "
@@ -298,12 +299,12 @@ def _as_keywords(bound: inspect.BoundArguments) -> dict[str, Any]:
                 "embeddings."
             )
         else:
-            named[name] = value
-    return named
+            keywords[name] = value
+    return keywords
 
 
 @contextmanager
-def _embedded(model: nn.Module, embeddings: Tensor) -> Iterator[None]:
+def _replace_embeddings(model: nn.Module, embeddings: Tensor) -> Iterator[None]:
     """Make the model's first embedding layer return ``embeddings`` inside the ``with``."""
     layer = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if layer is None:
@@ -313,7 +314,10 @@ def _embedded(model: nn.Module, embeddings: Tensor) -> Iterator[None]:
 
 
 class BatchPart:
-    """Selects the slice ``part`` of a batch of size ``batch`` from inputs, targets and options."""
+    """Selects the slice ``part`` of a batch of size ``batch`` from inputs, targets and options.
+
+    Call it, or its method for targets, to select the examples from a value.
+    """
 
     def __init__(self, part: slice, batch: int) -> None:
         self.part, self.batch = part, batch

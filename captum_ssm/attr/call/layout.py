@@ -28,9 +28,9 @@ class PatchGrid:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        # a model may call a block's submodules directly, so the mixer's call is hooked, too
         mixers = registered_mixers(model)
         self.mixers = [m.module for m in mixers]
+        # for ImageProbe; a model may call a block's submodules directly, so mixers are listed, too
         self.blocks = list(dict.fromkeys(x for m in mixers for x in (*m.blocks, m.module)))
         self.grid: tuple[int, int] | None = None
 
@@ -102,16 +102,16 @@ class ImageProbe(PatchGrid):
         index = torch.arange(tokens, device=images.device)
         if height * width < tokens:
             # examples may not mix: run one image and a different one, up to the first block
-            other = images[:1].flip(1, 2, 3) * -0.7 + torch.linspace(
+            changed = images[:1].flip(1, 2, 3) * -0.7 + torch.linspace(
                 -1, 1, images[0].numel(), dtype=images.dtype, device=images.device
             ).view_as(images[:1])
-            first, second = self._stream(run, images[:1]), self._stream(run, other)
-            changed = (first != second).flatten(2).any(-1)[0]
-            found = changed.sum()
-            if holds(found == height * width):  # assumed on a GPU, to find indices without waiting
-                index = changed.int().argsort(descending=True, stable=True)[: height * width]
+            first, second = self._block_input(run, images[:1]), self._block_input(run, changed)
+            is_patch = (first != second).flatten(2).any(-1)[0]
+            count = is_patch.sum()
+            if holds(count == height * width):  # assumed on a GPU, to find indices without waiting
+                index = is_patch.int().argsort(descending=True, stable=True)[: height * width]
             else:
-                index = index[: int(found)]
+                index = index[: int(count)]
         if len(index) != height * width:
             raise InputError(
                 f"The model's patch grid is {height} x {width}, but {len(index)} of its {tokens} "
@@ -120,7 +120,7 @@ class ImageProbe(PatchGrid):
             )
         return index, self.grid
 
-    def _stream(self, run: Callable[[Tensor], Any], image: Tensor) -> Tensor:
+    def _block_input(self, run: Callable[[Tensor], Any], image: Tensor) -> Tensor:
         """Run the model up to the first block, and return the tokens entering this block."""
 
         def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -153,7 +153,7 @@ class _Reached(BaseException):
         self.stream = stream
 
 
-def of_given(relevance: Tensor, given: Tensor, tokens: int) -> Tensor:
+def to_input_tokens(relevance: Tensor, given: Tensor, tokens: int) -> Tensor:
     """Move relevance from the tokens of the first layer to the tokens of the input.
 
     Args:
@@ -167,9 +167,9 @@ def of_given(relevance: Tensor, given: Tensor, tokens: int) -> Tensor:
     """
     given = given.to(relevance.device).view(*given.shape, *(1,) * (relevance.dim() - 2))
     given = given.expand(relevance.shape)
-    kept = torch.where(given >= 0, relevance, torch.zeros_like(relevance))
+    relevance_of_known = torch.where(given >= 0, relevance, torch.zeros_like(relevance))
     out = relevance.new_zeros(len(relevance), tokens, *relevance.shape[2:])
-    return out.scatter_add(1, given.clamp_min(0), kept)
+    return out.scatter_add(1, given.clamp_min(0), relevance_of_known)
 
 
 def spread_over_features(relevance: Tensor, inputs: Tensor, per_token: bool) -> Tensor:
@@ -200,9 +200,9 @@ class TokenLayout:
         self._per_token = per_token
         self._probe = probe
 
-    def laid_out(
+    def to_input(
         self,
-        rows: Sequence[Tensor],
+        relevances: Sequence[Tensor],
         mask: Tensor | None,
         given: Tensor | None,
         token_map: TokenMap | None,
@@ -211,27 +211,31 @@ class TokenLayout:
         """Convert relevance of the first layer's tokens, for each target, to the input's shape.
 
         Args:
-            rows: one relevance tensor (B, L) per target.
+            relevances: one relevance tensor (B, L) per target.
             mask: True for unpadded tokens (B, L), or None.
             given: index in the input of each token (B, L), or -1; None for 0 .. L - 1.
             token_map: the 2-D map of tokens, if the first mixer acts on windows of a map, or None.
             run: function that runs the model on one image of the same shape.
+
+        Returns:
+            Relevance in the shape of the inputs. With ``per_token`` it is (B, h, w) for images, or
+            (B, L) if no patch grid is found, and (B, L) for all other inputs.
         """
         inputs, per_token, probe = self._inputs, self._per_token, self._probe
         if mask is not None:
-            rows = [row * mask.to(row) for row in rows]
+            relevances = [x * mask.to(x) for x in relevances]
         if given is not None:
-            rows = [of_given(row, given, inputs.shape[1]) for row in rows]
+            relevances = [to_input_tokens(x, given, inputs.shape[1]) for x in relevances]
         if probe is None:
-            return [spread_over_features(row, inputs, per_token) for row in rows]
+            return [spread_over_features(x, inputs, per_token) for x in relevances]
         if token_map is not None:
-            grids = [row.view(-1, *token_map.size) for row in rows]
+            grids = [x.view(-1, *token_map.size) for x in relevances]
         else:
             try:
-                index, grid = probe.patches(run, inputs, rows[0].shape[1])
+                index, grid = probe.patches(run, inputs, relevances[0].shape[1])
             except InputError:
                 if per_token:
-                    return list(rows)
+                    return list(relevances)
                 raise
-            grids = [row[:, index.to(row.device)].view(-1, *grid) for row in rows]
+            grids = [x[:, index.to(x.device)].view(-1, *grid) for x in relevances]
         return grids if per_token else [spread_over_image(grid, inputs) for grid in grids]

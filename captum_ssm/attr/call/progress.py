@@ -24,7 +24,10 @@ _TICK = 1.0
 
 
 class _Bar:
-    """A progress bar, the start and size of the current step, and the labels of all open steps."""
+    """A progress bar, the start and size of the current step, and the labels of all open steps.
+
+    A thread redraws the elapsed time. Captum's bar ``shown`` has its position in ``n``, 0 to 1.
+    """
 
     def __init__(self, description: str) -> None:
         self.shown: Any = progress(
@@ -38,66 +41,66 @@ class _Bar:
         while not self._ended.wait(_TICK):
             self.shown.refresh()
 
-    def show(self, *more: str, done: float = 0.0) -> None:
+    def show(self, *labels: str, done: float = 0.0) -> None:
         """Move the bar to the fraction ``done`` of the current step, and show the labels."""
-        self.shown.set_postfix_str(", ".join(filter(None, [*self.labels, *more])), refresh=False)
+        self.shown.set_postfix_str(", ".join(filter(None, [*self.labels, *labels])), refresh=False)
         self.shown.update(max(0.0, self.start + done * self.size - self.shown.n))
 
-    def end(self, *, whole: bool) -> None:
-        """Close the bar; fill it first if the call is complete (``whole``)."""
+    def end(self, *, is_complete: bool) -> None:
+        """Close the bar; fill it first if the call is complete."""
         self._ended.set()
-        if whole:
+        if is_complete:
             self.shown.set_postfix_str("", refresh=False)
             self.shown.update(1.0 - self.shown.n)
         self.shown.close()
 
 
-_now: ContextVar[_Bar | None] = ContextVar("bar", default=None)
+_current: ContextVar[_Bar | None] = ContextVar("bar", default=None)
 
 
 @contextmanager
 def bar(description: str, show: bool) -> Iterator[None]:
     """Show a bar inside the ``with``, unless a bar exists already or ``show`` is False."""
     checks.flags(show_progress=show)
-    if not show or _now.get() is not None:
+    if not show or _current.get() is not None:
         yield
         return
-    made = _Bar(description)
-    token, whole = _now.set(made), False
+    new_bar = _Bar(description)
+    token, is_complete = _current.set(new_bar), False
     try:
         yield
-        whole = True
+        is_complete = True
     finally:
-        _now.reset(token)
-        made.end(whole=whole)
+        _current.reset(token)
+        new_bar.end(is_complete=is_complete)
 
 
 @contextmanager
 def step(number: int, count: int, label: str = "") -> Iterator[None]:
     """Mark the body of the ``with`` as step ``number`` (from 0) of ``count`` in the bar."""
-    at = _now.get()
-    if at is None:
+    active = _current.get()
+    if active is None:
         yield
         return
-    start, size = at.start, at.size
-    at.start, at.size = start + size * number / count, size / count
-    at.labels.append(label)
-    at.show()
+    outer_start, outer_size = active.start, active.size
+    active.start, active.size = outer_start + outer_size * number / count, outer_size / count
+    active.labels.append(label)
+    active.show()
     try:
         yield
-        at.start += at.size
+        active.start += active.size
     finally:
-        at.labels.pop()
-        if at.start > start + size * number / count:
-            at.show()
-        at.start, at.size = start, size
+        active.labels.pop()
+        if active.start > outer_start + outer_size * number / count:
+            active.show()
+        active.start, active.size = outer_start, outer_size
 
 
 def shown(items: Sequence[T], labels: Sequence[str] | None = None) -> Iterator[T]:
     """Yield items as steps of the bar; the default labels are like ``step 3 of 24``."""
     for number, item in enumerate(items):
-        several = f"step {number + 1} of {len(items)}" if len(items) > 1 else ""
-        with step(number, len(items), several if labels is None else labels[number]):
+        label = f"step {number + 1} of {len(items)}" if len(items) > 1 else ""
+        with step(number, len(items), label if labels is None else labels[number]):
             yield item
 
 
@@ -110,17 +113,17 @@ def counting_runs(model: nn.Module, expected: int | None) -> Iterator[None]:
         expected: the number of examples in all runs together, by which the bar moves. None if it is
             unknown.
     """
-    at, runs, examples = _now.get(), 0, 0
-    if at is None:
+    active, runs, examples = _current.get(), 0, 0
+    if active is None:
         yield
         return
 
     def count(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         nonlocal runs, examples
-        runs, given = runs + 1, (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        examples += len(next((x for x in given if x.dim()), ()))
-        at.show(f"run {runs}", done=min(1.0, examples / expected) if expected else 0.0)
-        at.shown.refresh()
+        runs, tensors = runs + 1, (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        examples += len(next((x for x in tensors if x.dim()), ()))
+        active.show(f"run {runs}", done=min(1.0, examples / expected) if expected else 0.0)
+        active.shown.refresh()
 
     handle = model.register_forward_hook(count, with_kwargs=True)
     try:

@@ -38,8 +38,8 @@ def check_query(query: Query, batch: int) -> None:
         raise OptionError(
             f"query has shape {tuple(positions.shape)}. Pass positions of shape (B,) or (B, K)."
         )
-    of_each = isinstance(query, Tensor) or positions.dim() == 2
-    if of_each and len(positions) != batch:
+    is_per_example = isinstance(query, Tensor) or positions.dim() == 2
+    if is_per_example and len(positions) != batch:
         raise QueryError(
             f"query has positions for {len(positions)} examples, but the batch has {batch}. Pass "
             f"{batch}; if a Captum method repeats the inputs, pass an int, a list or a name."
@@ -76,43 +76,45 @@ def query_weights(
     """
     device = tail.output.device
     size = tail.in_order(tail.output).shape[:2]
-    keep = torch.ones(size, dtype=torch.bool, device=device) if mask is None else mask.to(device)
-    chosen = _chosen(query, output, index, tail, keep)
-    total = chosen.sum(-1, keepdim=True)
+    real = torch.ones(size, dtype=torch.bool, device=device) if mask is None else mask.to(device)
+    counts = _count_in_query(query, output, index, tail, real)
+    total = counts.sum(-1, keepdim=True)
     if not holds((total > 0).all()):
         example = int((total == 0).nonzero()[0, 0])
         raise QueryError(f"inputs[{example}] has only padded tokens. Leave this example out.")
-    return chosen.to(torch.promote_types(tail.output.dtype, torch.float32)) / total
+    return counts.to(torch.promote_types(tail.output.dtype, torch.float32)) / total
 
 
-def _chosen(
-    query: Query, output: Tensor, index: Tensor | None, tail: Layer, keep: Tensor
+def _count_in_query(
+    query: Query, output: Tensor, index: Tensor | None, tail: Layer, real: Tensor
 ) -> Tensor:
-    """Count how many times each token occurs in the query, (B, L)."""
-    batch, tokens = keep.shape
+    """Count how many times each token occurs in the query, (B, L); ``real`` is the padding mask."""
+    batch, tokens = real.shape
     per_token = output.dim() == 3 and output.shape[1] == tokens
     if query is None and per_token:
-        require_real_target(index, output, keep)
-        # where the target, or several, are predicted
-        return _last(keep) if index is None else _at(index[..., 0].reshape(batch, -1), keep)
+        require_real_target(index, output, real)
+        # the positions at which the target's tokens are predicted
+        return (
+            _is_last(real) if index is None else _counts_at(index[..., 0].reshape(batch, -1), real)
+        )
     if isinstance(query, str) and query == "mean":
-        return keep
+        return real
     if isinstance(query, str) and query == "last":
-        return _last(keep)
+        return _is_last(real)
     if needs_readers(query):
-        readers = tokens_read(output, tail) & keep
-        if query == "cls" and not holds((readers.sum(-1) == 1).all()):
+        is_read = tokens_read(output, tail) & real
+        if query == "cls" and not holds((is_read.sum(-1) == 1).all()):
             raise QueryError(
                 "query='cls' needs a class token, but the model's output does not depend on "
                 "exactly one token of the last mixer. Pass None, 'last', 'mean' or positions."
             )
-        return readers
+        return is_read
     assert query is not None and not isinstance(query, str)
     positions = _positions(query)
     if isinstance(query, Tensor) and query.dim() == 1:
         positions = positions[:, None]
     positions = positions.reshape(-1, positions.shape[-1] if positions.dim() else 1)
-    return _at(positions.expand(batch, -1), keep)
+    return _counts_at(positions.expand(batch, -1), real)
 
 
 def asked_tokens(
@@ -164,30 +166,30 @@ def tokens_read(output: Tensor, tail: Layer) -> Tensor:
     return tail.in_order(gradient).abs().amax(-1) > 0
 
 
-def _last(keep: Tensor) -> Tensor:
+def _is_last(real: Tensor) -> Tensor:
     """Return a mask (B, L), True at the last unpadded token of each example."""
-    position = torch.arange(keep.shape[1], device=keep.device)
-    return (position == last_real(keep)[:, None]) & keep
+    position = torch.arange(real.shape[1], device=real.device)
+    return (position == last_real(real)[:, None]) & real
 
 
-def _at(positions: Tensor, keep: Tensor) -> Tensor:
+def _counts_at(positions: Tensor, real: Tensor) -> Tensor:
     """Check ``positions`` (B, K), and count how many times each token occurs in them, (B, L)."""
-    tokens = keep.shape[1]
+    tokens = real.shape[1]
     outside = positions[(positions < -tokens) | (positions >= tokens)]
     if len(outside):
         raise QueryError(
             f"query position {int(outside[0])} is outside the sequence of {tokens} tokens. Pass "
             f"positions from {-tokens} to {tokens - 1}."
         )
-    positions = (positions % tokens).to(keep.device)
-    padded = ~keep.gather(1, positions)
+    positions = (positions % tokens).to(real.device)
+    padded = ~real.gather(1, positions)
     if not holds(~padded.any()):
         example = int(padded.any(-1).nonzero()[0])
-        last = last_real(keep)
+        last = last_real(real)
         raise QueryError(
             f"query position {int(positions[padded][0])} is a padded token of example {example}. "
             f"The last unpadded tokens are at {in_few_words(last)}. Pass query='last', or a tensor "
             "with a position for each example."
         )
-    times = torch.zeros(keep.shape, dtype=torch.long, device=keep.device)
-    return times.scatter_add(1, positions, torch.ones_like(positions))
+    counts = torch.zeros(real.shape, dtype=torch.long, device=real.device)
+    return counts.scatter_add(1, positions, torch.ones_like(positions))

@@ -46,8 +46,8 @@ def is_of_another_batch(target: Any, count: int, output: Tensor) -> TargetError:
 def is_of_other_dimensions(target: Any, row: Sequence[int], output: Tensor) -> TargetError:
     """Return the error for a target with more or fewer indices than the output has dimensions."""
     dims = output.dim() - 1
-    found = f"{len(row)} {'index' if len(row) == 1 else 'indices'}"
-    text = f"target={shown(target)} has {found} per example, but an output of shape "
+    count = f"{len(row)} {'index' if len(row) == 1 else 'indices'}"
+    text = f"target={shown(target)} has {count} per example, but an output of shape "
     text += f"{tuple(output.shape)}, {_dimensions(output)}, needs {dims or 'none'}"
     if dims == 2 and len(row) == 1:
         text += ": a single int would select a position, not a token"
@@ -56,9 +56,9 @@ def is_of_other_dimensions(target: Any, row: Sequence[int], output: Tensor) -> T
     return TargetError(f"{text}. {_form(output, token)}")
 
 
-def is_outside(target: Any, place: int, index: int, output: Tensor) -> TargetError:
-    """Return the error for an index that is out of range in dimension ``place``."""
-    size, name = output.shape[place + 1], _names(output)[place]
+def is_outside(target: Any, dimension: int, index: int, output: Tensor) -> TargetError:
+    """Return the error for an index that is out of range in a ``dimension`` behind the batch."""
+    size, name = output.shape[dimension + 1], _names(output)[dimension]
     return TargetError(
         f"target={shown(target)} is out of range for an output of shape {tuple(output.shape)}: "
         f"{name} {index} is not in [{-size}, {size}). Pass an index from 0 to {size - 1}, or from "
@@ -73,20 +73,20 @@ def is_padded(index: Tensor, padded: Tensor, last: Tensor) -> TargetError:
     """
     examples = padded.nonzero().flatten()
     first = int(examples[0])
-    better = [(int(at), int(token)) for at, token in zip(last, index[:, 1], strict=True)]
+    targets = [(int(at), int(token)) for at, token in zip(last, index[:, 1], strict=True)]
     return TargetError(
         f"The target's position {int(index[first, 0])} is a padded token of example {first}"
         + (f" and of {len(examples) - 1} more" if len(examples) > 1 else "")
         + f". The last unpadded tokens are at {in_few_words(last)}. Pass one target per example, "
-        f"such as target={in_few_words(better)}, or pad on the left."
+        f"such as target={in_few_words(targets)}, or pad on the left."
     )
 
 
 def in_few_words(entries: Tensor | Sequence[Any]) -> str:
     """Format a list for an error, with ``...`` after the first entries of a long list."""
-    listed = entries.tolist() if isinstance(entries, Tensor) else list(entries)
-    shown_ones = ", ".join(map(str, listed[:_ENTRIES]))
-    return f"[{shown_ones}{', ...' if len(listed) > _ENTRIES else ''}]"
+    entries_list = entries.tolist() if isinstance(entries, Tensor) else list(entries)
+    text = ", ".join(map(str, entries_list[:_ENTRIES]))
+    return f"[{text}{', ...' if len(entries_list) > _ENTRIES else ''}]"
 
 
 def shown(target: Any) -> str:
@@ -105,8 +105,8 @@ def _names(output: Tensor) -> list[str]:
 
 def _dimensions(output: Tensor) -> str:
     """Return the meaning of the output's dimensions for an error."""
-    known = {1: "(batch)", 2: "(batch, classes)", 3: "(batch, positions, vocabulary)"}
-    return known.get(output.dim(), f"(batch and {output.dim() - 1} more)")
+    meanings = {1: "(batch)", 2: "(batch, classes)", 3: "(batch, positions, vocabulary)"}
+    return meanings.get(output.dim(), f"(batch and {output.dim() - 1} more)")
 
 
 def _form(output: Tensor, token: int = 0) -> str:
@@ -130,9 +130,9 @@ def _form(output: Tensor, token: int = 0) -> str:
 def _meant_for_all(target: Any, output: Tensor) -> str:
     """Return a hint if the target looks like one example's indices, which must be a tuple."""
     dims = output.dim() - 1
-    flat = target.tolist() if isinstance(target, Tensor | np.ndarray) else target
-    if dims < 2 or not isinstance(flat, list) or len(flat) != dims:
+    indices = target.tolist() if isinstance(target, Tensor | np.ndarray) else target
+    if dims < 2 or not isinstance(indices, list) or len(indices) != dims:
         return ""
-    if not all(isinstance(index, int) for index in flat):
+    if not all(isinstance(index, int) for index in indices):
         return ""
-    return f"; to use {tuple(flat)} for all examples, pass a tuple"
+    return f"; to use {tuple(indices)} for all examples, pass a tuple"

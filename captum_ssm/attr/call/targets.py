@@ -54,9 +54,9 @@ class SumTarget:
     """
 
     def __init__(self, positions: Any, tokens: Any, weights: Any = None) -> None:
-        self.positions, self.tokens = _listed("positions", positions), _listed("tokens", tokens)
-        each = torch.ones(self.positions.shape) if weights is None else torch.as_tensor(weights)
-        self.weights = each[None] if each.dim() == 1 else each
+        self.positions, self.tokens = _as_2d("positions", positions), _as_2d("tokens", tokens)
+        factors = torch.ones(self.positions.shape) if weights is None else torch.as_tensor(weights)
+        self.weights = factors[None] if factors.dim() == 1 else factors
         shapes = [tuple(x.shape) for x in (self.positions, self.tokens, self.weights)]
         if len(set(shapes)) > 1 or not self.positions.numel():
             raise TargetError(
@@ -73,24 +73,24 @@ class SumTarget:
             positions, self.tokens.expand_as(positions), self.weights.expand_as(positions)
         )
 
-    def part(self, cut: Callable[[Tensor], Tensor]) -> SumTarget:
-        """Return the target for a part of the batch, which ``cut`` selects from a tensor (B, n)."""
+    def part(self, select: Callable[[Tensor], Tensor]) -> SumTarget:
+        """Return the target for a part of the batch; ``select`` returns it of a tensor (B, n)."""
         if len(self.positions) == 1:
             return self
-        return SumTarget(cut(self.positions), cut(self.tokens), cut(self.weights))
+        return SumTarget(select(self.positions), select(self.tokens), select(self.weights))
 
 
-def _listed(name: str, values: Any) -> Tensor:
+def _as_2d(name: str, values: Any) -> Tensor:
     """Check a :class:`SumTarget`'s positions or tokens (n,) or (B, n); return them as (B, n)."""
     try:
-        found = torch.as_tensor(values).detach().cpu()
+        tensor = torch.as_tensor(values).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
-        found = torch.empty(())  # is refused below
-    if found.is_floating_point() or found.dtype == torch.bool or found.dim() not in (1, 2):
+        tensor = torch.empty(())  # is refused below
+    if tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.dim() not in (1, 2):
         raise TargetError(
             f"SumTarget has {name}={values!r}. Pass a list or tensor of integers, (n,) or (B, n)."
         )
-    return (found[None] if found.dim() == 1 else found).long()
+    return (tensor[None] if tensor.dim() == 1 else tensor).long()
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ class Against:
     contrast: Any
 
     def __post_init__(self) -> None:
-        entry = as_integer(self.contrast)
-        if entry is not None and isinstance(self.target, tuple) and len(self.target) > 1:
-            object.__setattr__(self, "contrast", (*self.target[:-1], entry))
+        token = as_integer(self.contrast)
+        if token is not None and isinstance(self.target, tuple) and len(self.target) > 1:
+            object.__setattr__(self, "contrast", (*self.target[:-1], token))
 
 
 def several(target: Any) -> Sequence[Any]:
@@ -159,19 +159,19 @@ def target_index(target: Any, output: Tensor) -> Tensor | None:
         return None
     batch, dims = output.shape[0], output.dim() - 1
     if isinstance(target, SumTarget):
-        return _indices(target, output)
-    rows = _rows(target, output)
+        return _sum_target_index(target, output)
+    rows = _index_rows(target, output)
     for row in rows:
         if len(row) != dims:
             raise target_errors.is_of_other_dimensions(target, row, output)
-        for place, (index, size) in enumerate(zip(row, output.shape[1:], strict=True)):
+        for dimension, (index, size) in enumerate(zip(row, output.shape[1:], strict=True)):
             if not -size <= index < size:
-                raise target_errors.is_outside(target, place, index, output)
+                raise target_errors.is_outside(target, dimension, index, output)
     sizes = torch.tensor(output.shape[1:], device="cpu")
     return torch.tensor(rows, device="cpu").reshape(batch, dims) % sizes
 
 
-def _indices(target: SumTarget, output: Tensor) -> Tensor:
+def _sum_target_index(target: SumTarget, output: Tensor) -> Tensor:
     """Return the positions and tokens of a :class:`SumTarget` as indices (B, n, 2)."""
     batch = len(output)
     if output.dim() != 3 or len(target.positions) not in (1, batch):
@@ -179,14 +179,14 @@ def _indices(target: SumTarget, output: Tensor) -> Tensor:
             f"target={target!r} for {len(target.positions)} examples does not fit the output "
             f"{tuple(output.shape)}. Use SumTarget for outputs (B, L, V), with 1 or B examples."
         )
-    found = []
-    for place, values in enumerate((target.positions, target.tokens)):
-        size = output.shape[1 + place]
+    indices = []
+    for dimension, values in enumerate((target.positions, target.tokens)):
+        size = output.shape[1 + dimension]
         outside = values[(values < -size) | (values >= size)]
         if len(outside):
-            raise target_errors.is_outside(target, place, int(outside[0]), output)
-        found.append((values % size).expand(batch, -1))
-    return torch.stack(found, -1)
+            raise target_errors.is_outside(target, dimension, int(outside[0]), output)
+        indices.append((values % size).expand(batch, -1))
+    return torch.stack(indices, -1)
 
 
 def last_real(mask: Tensor) -> Tensor:
@@ -205,12 +205,12 @@ def require_real_target(index: Tensor | None, output: Tensor, mask: Tensor | Non
     """
     if index is None or mask is None or output.dim() != 3 or output.shape[1] != mask.shape[1]:
         return
-    at = index[..., 0].reshape(len(mask), -1)
-    if holds(mask.gather(1, at.to(mask.device)).all()):
+    positions = index[..., 0].reshape(len(mask), -1)
+    if holds(mask.gather(1, positions.to(mask.device)).all()):
         return
     index, mask = index.cpu(), mask.cpu()
-    padded = ~mask.gather(1, at.cpu()).all(1)  # (B,)
-    raise target_errors.is_padded(index, padded, last_real(mask))
+    is_padded = ~mask.gather(1, positions.cpu()).all(1)  # (B,)
+    raise target_errors.is_padded(index, is_padded, last_real(mask))
 
 
 def select(output: Tensor, index: Tensor | None) -> Tensor:
@@ -223,34 +223,34 @@ def select(output: Tensor, index: Tensor | None) -> Tensor:
     return output.reshape(-1)
 
 
-def _rows(target: Any, output: Tensor) -> list[tuple[int, ...]]:
-    """Convert a target to one tuple of indices per example."""
-    plain = target.detach().cpu().numpy() if isinstance(target, Tensor) else target
-    if isinstance(plain, np.ndarray | np.generic):
-        plain = plain.item() if plain.size == 1 else plain.tolist()
-    if isinstance(plain, tuple):
-        return [_integers(plain, target, output)] * len(output)
-    if not isinstance(plain, list):
-        return [_integers((plain,), target, output)] * len(output)
-    if len(plain) != len(output):
-        raise target_errors.is_of_another_batch(target, len(plain), output)
-    rows = (entry if isinstance(entry, tuple | list) else (entry,) for entry in plain)
-    return [_integers(row, target, output) for row in rows]
+def _index_rows(target: Any, output: Tensor) -> list[tuple[int, ...]]:
+    """Convert a target to one tuple of indices per example; one for all examples is repeated."""
+    entries = target.detach().cpu().numpy() if isinstance(target, Tensor) else target
+    if isinstance(entries, np.ndarray | np.generic):
+        entries = entries.item() if entries.size == 1 else entries.tolist()
+    if isinstance(entries, tuple):
+        return [_as_integers(entries, target, output)] * len(output)
+    if not isinstance(entries, list):
+        return [_as_integers((entries,), target, output)] * len(output)
+    if len(entries) != len(output):
+        raise target_errors.is_of_another_batch(target, len(entries), output)
+    rows = (entry if isinstance(entry, tuple | list) else (entry,) for entry in entries)
+    return [_as_integers(row, target, output) for row in rows]
 
 
-def _integers(values: Sequence[Any], target: Any, output: Tensor) -> tuple[int, ...]:
+def _as_integers(values: Sequence[Any], target: Any, output: Tensor) -> tuple[int, ...]:
     """Convert indices to ints; raise for bools and other types."""
-    found = []
+    indices = []
     for value in values:
         try:
-            plain: Any = value.item() if isinstance(value, Tensor | np.generic) else value
-            index = operator.index(plain)
+            number: Any = value.item() if isinstance(value, Tensor | np.generic) else value
+            index = operator.index(number)
         except (TypeError, ValueError, RuntimeError):
             raise target_errors.is_no_integer(target, value, output) from None
-        if isinstance(plain, bool):
+        if isinstance(number, bool):
             raise target_errors.is_no_integer(target, value, output)
-        found.append(index)
-    return tuple(found)
+        indices.append(index)
+    return tuple(indices)
 
 
 CONTRASTS = ("mean", "others", "all", "runner-up")
@@ -273,27 +273,29 @@ def contrasted(
         TargetError, OptionError: if the target or the contrast does not fit the output.
         NonFiniteError: if the value is NaN or infinite, such as after an overflow.
     """
-    asked = (target, contrast) if kept is None else kept.among(output, target, contrast)
-    number, constant = _contrasted(output, *asked)
-    if not holds(torch.isfinite(number).all()):
-        example = int((~torch.isfinite(number)).nonzero()[0])
-        found = float(number.detach()[example])
+    arguments = (target, contrast) if kept is None else kept.among(output, target, contrast)
+    value, constant = _contrast_unchecked(output, *arguments)
+    if not holds(torch.isfinite(value).all()):
+        example = int((~torch.isfinite(value)).nonzero()[0])
+        number = float(value.detach()[example])
         raise NonFiniteError(
-            f"The model's output for target={target!r} is {found} in example {example}, which "
+            f"The model's output for target={target!r} is {number} in example {example}, which "
             f"cannot be decomposed. Run the model in a wider dtype than {output.dtype}, or pass a "
             "target with a finite output."
         )
-    return number, constant
+    return value, constant
 
 
-def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Tensor | None]:
+def _contrast_unchecked(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Tensor | None]:
     """Compute :func:`contrasted` without the check for values that are NaN or infinite."""
     index = target_index(target, output)
     if contrast is not None and not isinstance(contrast, str):
-        second = second_index(contrast, output)
-        return _summed(output, target, index) - _summed(output, contrast, second), None
+        contrast_index = second_index(contrast, output)
+        return _target_value(output, target, index) - _target_value(
+            output, contrast, contrast_index
+        ), None
     if contrast is None:
-        return _summed(output, target, index), None
+        return _target_value(output, target, index), None
     if contrast not in CONTRASTS or index is None:
         raise OptionError(
             f"contrast={contrast!r} with target={target!r} is not accepted. Pass None or a second "
@@ -304,38 +306,39 @@ def _contrasted(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Ten
             f"contrast={contrast!r} compares with other entries, but an output of shape "
             f"{tuple(output.shape)} has one entry. Pass contrast=None."
         )
-    several = index if index.dim() == 3 else index[:, None]  # (B, n, dims)
-    several = several.to(output.device)
+    indices = index if index.dim() == 3 else index[:, None]  # (B, n, dims)
+    indices = indices.to(output.device)
     example = torch.arange(len(output), device=output.device)[:, None]
-    entries = output[(example, *several[..., :-1].unbind(-1))]  # (B, n, V)
-    chosen = entries.gather(-1, several[..., -1:])[..., 0]
-    number, constant = _against(entries, several[..., -1:], chosen, contrast)
+    all_logits = output[(example, *indices[..., :-1].unbind(-1))]  # (B, n, V)
+    logits = all_logits.gather(-1, indices[..., -1:])[..., 0]
+    difference, constant = _subtract_contrast(all_logits, indices[..., -1:], logits, contrast)
     if not isinstance(target, SumTarget):
-        return number[:, 0], None if constant is None else constant[:, 0]
-    weights = target.weights.to(number)
-    return (number * weights).sum(1), None if constant is None else (constant * weights).sum(1)
+        return difference[:, 0], None if constant is None else constant[:, 0]
+    weights = target.weights.to(difference)
+    return (difference * weights).sum(1), None if constant is None else (constant * weights).sum(1)
 
 
-def _against(
-    entries: Tensor, tokens: Tensor, chosen: Tensor, contrast: str
+def _subtract_contrast(
+    all_logits: Tensor, tokens: Tensor, logits: Tensor, contrast: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Subtract the contrast from ``chosen`` logits (B, n); return differences and constants.
+    """Subtract the contrast from the target's ``logits`` (B, n); return differences and constants.
 
-    ``tokens`` (B, n, 1) has the index of each chosen logit among all logits ``entries`` (B, n, V).
+    ``tokens`` (B, n, 1) has the index of each of them among ``all_logits`` (B, n, V).
     """
     if contrast == "mean":
-        return chosen - entries.mean(-1), None
-    scores = entries.detach().to(torch.promote_types(entries.dtype, torch.float32))
+        return logits - all_logits.mean(-1), None
+    scores = all_logits.detach().to(torch.promote_types(all_logits.dtype, torch.float32))
     if contrast != "all":
         scores = scores.scatter(-1, tokens, float("-inf"))
     if contrast == "runner-up":
-        return chosen - entries.gather(-1, scores.argmax(-1, keepdim=True))[..., 0], None
+        return logits - all_logits.gather(-1, scores.argmax(-1, keepdim=True))[..., 0], None
+    # logsumexp(x) = sum of softmax * x + entropy of softmax, made linear by constant shares
     shares = torch.softmax(scores, -1)
     entropy = torch.special.entr(shares).sum(-1)
-    return chosen - (shares.to(entries) * entries).sum(-1) - entropy.to(entries), -entropy
+    return logits - (shares.to(all_logits) * all_logits).sum(-1) - entropy.to(all_logits), -entropy
 
 
-def _summed(output: Tensor, target: Any, index: Tensor | None) -> Tensor:
+def _target_value(output: Tensor, target: Any, index: Tensor | None) -> Tensor:
     """Return the target's value per example (B,); for a :class:`SumTarget` the weighted sum."""
     if not isinstance(target, SumTarget):
         return select(output, index)

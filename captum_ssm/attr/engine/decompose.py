@@ -18,7 +18,7 @@ from ...operators.base import Role
 from ...operators.coefficients import ROLES
 from ...operators.kernels.arithmetic import autocast_dtype, sum_tensors
 from ...operators.kernels.truths import holds
-from ..call.layout import of_given
+from ..call.layout import to_input_tokens
 from .result import NamedTokens, Names
 
 #: Largest accepted |delta| relative to the sum of |relevance|, for the least precise dtype used.
@@ -327,8 +327,8 @@ def _on_input_tokens(parts: Sequence[Tensor], network: Network) -> Tensor:
     input_positions = [mode.given, *(look_up.given for look_up in mode.again)]
     return _concatenated(
         [
-            x if given is None else of_given(x, given, mode.tokens)
-            for x, given in zip(parts, input_positions, strict=True)
+            x if given is None else to_input_tokens(x, given, mode.tokens)
+            for x, given in zip(parts, places, strict=True)
         ]
     )
 

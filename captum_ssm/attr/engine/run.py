@@ -248,7 +248,7 @@ class Run:
     def laid_out(self, rows: Sequence[Tensor], layout: TokenLayout) -> list[Tensor]:
         """Convert relevance (B, L) of the first layer's tokens to the shape of the input."""
         token_map = self.layers[0].map if self.request.inputs.dim() == 4 else None
-        return layout.laid_out(rows, self.mask, self.given, token_map, self.request.one_output)
+        return layout.to_input(rows, self.mask, self.given, token_map, self.request.one_output)
 
     def for_each(self, questions: Sequence[Question]) -> Iterator[Run]:
         """Yield the run once per target, with this target first and one cache for all targets."""
