@@ -260,7 +260,7 @@ def test_hops_pass_relevance_on_along_the_tokens_own_rows(
     method: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("captum_ssm.attr.text.hops._LEAST", 0.0)
-    monkeypatch.setattr("captum_ssm.attr.text.hops._LEFT", 0.0)
+    monkeypatch.setattr("captum_ssm.attr.text.hops._SMALLEST_REST", 0.0)
     explain = explainer(method)
     rule = {} if method is LatimLogit else {"rule": method.default_rule}
     _, vocabulary = load_bundled()

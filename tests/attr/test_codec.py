@@ -14,7 +14,7 @@ from zoo.language import byte_tokenizer, piece_tokenizer, word_piece_tokenizer, 
 from captum_ssm import ImplicitAttention, SSMLLMAttribution
 from captum_ssm.attr.text.codec import Codec, Span, find_spans
 from captum_ssm.attr.text.prompt import read_prompt
-from captum_ssm.attr.text.spans import read_spans, stretches
+from captum_ssm.attr.text.spans import read_spans, split_pieces
 from captum_ssm.errors import InputError
 from captum_ssm.models import WordVocabulary, load_bundled
 
@@ -102,7 +102,7 @@ def test_bytes_that_are_no_text() -> None:
 
 def test_sentences_of_pieces() -> None:
     pieces = [None, "He", "llo.", " Go", "od.", "\n", "Bye", "。", "", "", "再", ""]
-    found = stretches(pieces, "sentence")
+    found = split_pieces(pieces, "sentence")
     assert found == [range(0, 3), range(3, 6), range(6, 10), range(10, 12)]
 
 

@@ -37,8 +37,8 @@ class Codec:
         encode, options = self._tokenizer.encode, {}
         if not special and _accepts(encode, "add_special_tokens"):
             options["add_special_tokens"] = False
-        found = encode(text, **options)
-        return torch.tensor(list(getattr(found, "ids", found)), dtype=torch.long)
+        encoding = encode(text, **options)
+        return torch.tensor(list(getattr(encoding, "ids", encoding)), dtype=torch.long)
 
     def ids_of(self, text: str | Sequence[Mapping[str, str]]) -> Tensor:
         """Return the token ids (L,) of a text, with special tokens, or of a conversation."""
@@ -72,12 +72,12 @@ class Codec:
     def encode_with_spans(self, text: str) -> tuple[Tensor, list[Span]]:
         """Return a text's token ids (L,), and the span of characters of each token."""
         if getattr(self._tokenizer, "is_fast", False):
-            found = self._tokenizer(text, return_offsets_mapping=True)
-            return torch.tensor(found["input_ids"], dtype=torch.long), found["offset_mapping"]
-        found = self._tokenizer.encode(text)
-        ids = list(getattr(found, "ids", found))
-        spans = getattr(found, "offsets", None)  # only the tokenizers library has offsets
-        return torch.tensor(ids, dtype=torch.long), spans or self._found_spans(text, ids)
+            encoding = self._tokenizer(text, return_offsets_mapping=True)
+            return torch.tensor(encoding["input_ids"], dtype=torch.long), encoding["offset_mapping"]
+        encoding = self._tokenizer.encode(text)
+        ids = list(getattr(encoding, "ids", encoding))
+        spans = getattr(encoding, "offsets", None)  # only the tokenizers library has offsets
+        return torch.tensor(ids, dtype=torch.long), spans or self._match_spans(text, ids)
 
     def read(self, ids: Tensor) -> tuple[str, list[Span]]:
         """Decode token ids (L,); return the text, and the span of characters of each token."""
@@ -101,21 +101,22 @@ class Codec:
         """Return each token's piece of the decoded text; None if not known or if L is too large."""
         if len(ids) > _MOST:
             return None
-        listed, text = ids.tolist(), self.text_of(ids).rstrip(NO_TEXT)  # a text may end too early
+        tokens, text = ids.tolist(), self.text_of(ids).rstrip(NO_TEXT)  # cut inside a character
         try:
-            spans = find_spans(text, listed, self._tokenizer.decode, self._marks)
+            spans = find_spans(text, tokens, self._tokenizer.decode, self._marks)
         except InputError:
             return None
-        found: list[str | None] = []
-        at, before = 0, (0, 0)
-        for token, (start, end) in zip(listed, spans, strict=True):
+        pieces: list[str | None] = []
+        end_so_far, span_before = 0, (0, 0)
+        for token, (start, end) in zip(tokens, spans, strict=True):
+            # a special token, or one whose characters were cut off
             if start == end and (token in self._marks or end == len(text)):
-                found.append(None)
+                pieces.append(None)
             else:
-                found.append("" if (start, end) == before else text[at:end])
-                before = start, end
-            at = max(at, end)
-        return found
+                pieces.append("" if (start, end) == span_before else text[end_so_far:end])
+                span_before = start, end
+            end_so_far = max(end_so_far, end)
+        return pieces
 
     @property
     def _marks(self) -> set[int]:
@@ -124,7 +125,7 @@ class Codec:
         marks.discard(getattr(self._tokenizer, "unk_token_id", None))
         return marks
 
-    def _found_spans(self, text: str, ids: list[int]) -> list[Span]:
+    def _match_spans(self, text: str, ids: list[int]) -> list[Span]:
         """Find each token's span of characters in a text, if the tokenizer returns no offsets."""
         try:
             return find_spans(text, ids, self._tokenizer.decode, self._marks)
@@ -137,8 +138,8 @@ class Codec:
 
     def names(self, ids: Tensor) -> list[str]:
         """Return each token's text, or the name in the vocabulary for a token without text."""
-        read = {token: self._read(token) for token in set(ids.tolist())}
-        return [read[token] for token in ids.tolist()]
+        names_by_id = {token: self._name_of(token) for token in set(ids.tolist())}
+        return [names_by_id[token] for token in ids.tolist()]
 
     def own_names(self, ids: Tensor) -> list[str]:
         """Return each token's name in the vocabulary, or the text if the tokenizer has no names."""
@@ -147,7 +148,8 @@ class Codec:
             return self.names(ids)
         return [str(name) for name in to_pieces(ids.tolist())]
 
-    def _read(self, token: int) -> str:
+    def _name_of(self, token: int) -> str:
+        """Return a token's text, or its name in the vocabulary if it has no text."""
         text = str(self._tokenizer.decode([token]))
         to_pieces = getattr(self._tokenizer, "convert_ids_to_tokens", None)
         if to_pieces is None or (text and NO_TEXT not in text):
@@ -203,35 +205,35 @@ def find_spans(text: str, ids: Sequence[int], read: Read, silent: Container[int]
         InputError: if the decoded tokens differ from the text.
     """
     spans: list[Span] = []
-    at, before = 0, list[int]()  # the next character of the text, and the latest tokens
+    at, latest = 0, list[int]()  # the next character of the text, and the tokens of the last one
     while len(spans) < len(ids):
         if ids[len(spans)] in silent:
             spans.append((at, at))
-            before = []
+            latest = []
             continue
-        count, piece = _readable(ids[len(spans) : len(spans) + _LONGEST], before, read)
-        start, end = _place(text, at, piece)
+        count, piece = _decode_whole(ids[len(spans) : len(spans) + _LONGEST], latest, read)
+        start, end = _locate(text, at, piece)
         spans += [(start, end)] * count
-        at, before = end, list(ids[len(spans) - count : len(spans)])
+        at, latest = end, list(ids[len(spans) - count : len(spans)])
     if text[at:].strip():
         raise InputError(f"The {len(ids)} tokens end before {text[at : at + _QUOTED]!r}.")
     return spans
 
 
-def _readable(ids: Sequence[int], before: list[int], read: Read) -> tuple[int, str]:
+def _decode_whole(ids: Sequence[int], before: list[int], read: Read) -> tuple[int, str]:
     """Return how many leading tokens decode to whole characters (at least 1), and their text."""
-    known = read(before) if before else ""
+    prefix = read(before) if before else ""
     for count in range(1, len(ids) + 1):
         group = list(ids[:count])
-        whole = read(before + group)
+        text = read(before + group)
         # some tokens decode differently by themselves: "##ing" in "going"
-        piece = whole.removeprefix(known) if whole.startswith(known) else read(group)
+        piece = text.removeprefix(prefix) if text.startswith(prefix) else read(group)
         if piece and NO_TEXT not in piece:
             return count, piece
     return len(ids), ""
 
 
-def _place(text: str, at: int, piece: str) -> Span:
+def _locate(text: str, at: int, piece: str) -> Span:
     """Return the span of ``piece`` in a text at ``at``, or after whitespace there; else raise."""
     if piece.isspace():
         return (at, at + len(piece)) if text.startswith(piece, at) else (at, at)

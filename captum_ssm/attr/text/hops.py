@@ -21,7 +21,7 @@ from ..engine.result import part
 #: division by a small sum would give large relevance.
 _LEAST = 0.1
 #: Hops end if less than this fraction of the relevance is left on generated tokens.
-_LEFT = 0.01
+_SMALLEST_REST = 0.01
 
 
 class Row(Protocol):
@@ -90,35 +90,35 @@ def follow(
         The relevance after 0, 1, ... hops.
     """
     count = len(text)
-    first = []
+    parts = []
     for span in spans:
-        some = torch.arange(span.start, span.stop)
-        row = yield Against(SumTarget(some - count, text[some]), contrast)
-        first.append(_parts(row, prompt, count))
-    found = [SpanHop(*map(torch.stack, zip(*first, strict=True)))]
-    # a token's row adds up to its number
-    number, has_sum = _row_sums(logits(), text) if hops else (torch.empty(0), torch.empty(0))
+        positions = torch.arange(span.start, span.stop)
+        row = yield Against(SumTarget(positions - count, text[positions]), contrast)
+        parts.append(_parts(row, prompt, count))
+    hops_done = [SpanHop(*map(torch.stack, zip(*parts, strict=True)))]
+    # the sum of each token's row, and whether relevance can be divided by it
+    row_sums, is_usable = _row_sums(logits(), text) if hops else (torch.empty(0), torch.empty(0))
     for _ in range(hops):
-        latest = found[-1]
-        going = latest.text * has_sum
-        stays = latest.unresolved + (latest.text - going)
-        large = latest.prompt.abs().sum(1) + latest.text.abs().sum(1)
-        if not bool((going.abs().sum(1) > _LEFT * large).any()):
+        latest = hops_done[-1]
+        to_pass = latest.text * is_usable
+        unresolved = latest.unresolved + (latest.text - to_pass)
+        total = latest.prompt.abs().sum(1) + latest.text.abs().sum(1)
+        if not bool((to_pass.abs().sum(1) > _SMALLEST_REST * total).any()):
             break
-        arrived = []
-        for relevance in going:
-            some = relevance.nonzero().flatten()
-            if not len(some):
-                arrived.append(_nothing(latest))
+        parts_by_span = []
+        for relevance in to_pass:
+            positions = relevance.nonzero().flatten()
+            if not len(positions):
+                parts_by_span.append(_nothing(latest))
                 continue
-            weights = relevance[some] / number[some]
-            row = yield Against(SumTarget(some - count, text[some], weights), "mean")
-            arrived.append(_parts(row, prompt, count))
-        on_prompt, on_text, _, constants = map(torch.stack, zip(*arrived, strict=True))
-        found.append(
-            SpanHop(latest.prompt + on_prompt, on_text, stays, latest.constants + constants)
+            weights = relevance[positions] / row_sums[positions]
+            row = yield Against(SumTarget(positions - count, text[positions], weights), "mean")
+            parts_by_span.append(_parts(row, prompt, count))
+        on_prompt, on_text, _, constants = map(torch.stack, zip(*parts_by_span, strict=True))
+        hops_done.append(
+            SpanHop(latest.prompt + on_prompt, on_text, unresolved, latest.constants + constants)
         )
-    return found
+    return hops_done
 
 
 def _parts(row: Row, prompt: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -143,6 +143,6 @@ def _row_sums(logits: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
     Also return 1 for sums that are large enough to divide by (see :data:`_LEAST`), else 0 (n,).
     """
     logits = logits.detach().cpu().double()
-    rest = logits - logits.mean(-1, keepdim=True)
-    number = rest.gather(-1, text[:, None])[:, 0]
-    return number, (number.abs() >= _LEAST * rest.abs().amax(-1)).double()
+    centered = logits - logits.mean(-1, keepdim=True)
+    sums = centered.gather(-1, text[:, None])[:, 0]
+    return sums, (sums.abs() >= _LEAST * centered.abs().amax(-1)).double()

@@ -24,8 +24,8 @@ from ..engine.method import SSMAttribution
 from .codec import Codec
 from .hops import Row, SpanHop, follow
 from .prompt import Prompt, SkipTokens, read_ids, read_prompt
-from .result import SSMLLMAttributionResult, minus, result_of_spans
-from .resume import fingerprint, kept
+from .result import SSMLLMAttributionResult, result_of_spans, subtract_results
+from .resume import answer_saved, fingerprint
 from .spans import Spans, joined, read_spans, with_spans
 
 #: The default number of generated tokens.
@@ -157,7 +157,7 @@ class SSMLLMAttribution(Attribution):
             prompt = with_spans(prompt, prompt_spans, self.codec, inp)
         if checks.integer("hops", hops) < 0:
             raise OptionError(f"hops={hops} is negative. Pass an integer of at least 0.")
-        if hops and not _adds_up(self.attr_method):
+        if hops and not _sums_to_output(self.attr_method):
             raise OptionError(
                 f"hops={hops} needs a method whose relevance sums to the output, but attr_method "
                 f"is {type(self.attr_method).__name__}. Pass attr_method=LatimFlow(model)."
@@ -165,12 +165,12 @@ class SSMLLMAttribution(Attribution):
         self._check_ids(prompt.ids)
         if against is not None and spans != "all":
             raise OptionError(f"against= needs one span, but {spans=}. Pass spans='all'.")
-        if resume is not None and (spans is None or not _adds_up(self.attr_method)):
+        if resume is not None and (spans is None or not _sums_to_output(self.attr_method)):
             raise OptionError(
                 f"resume={str(resume)!r} with {spans=} and {type(self.attr_method).__name__} is "
                 "not accepted. Pass spans, such as 'token', and attr_method=LatimFlow(model)."
             )
-        asked = _Asked(
+        plan = _TextPlan(
             spans if spans is not None or not hops else "token",
             hops,
             None if against is None else self._read_target(against),
@@ -179,104 +179,107 @@ class SSMLLMAttribution(Attribution):
         if gen_args is not None and target is not None:
             raise OptionError(f"gen_args={gen_args!r} needs target=None. Pass only one of them.")
         if target is None:
-            texts = [self._generated(prompt.ids, gen_args)]
+            texts = [self._generate(prompt.ids, gen_args)]
         else:
-            texts = [self._read_target(x) for x in (target if _is_several(target) else [target])]
+            texts = [self._read_target(x) for x in (target if _are_texts(target) else [target])]
         with bar(type(self.attr_method).__name__, show_progress):
-            found = [self._explained(prompt, text, asked, options) for text in shown(texts)]
-        return found if _is_several(target) else found[0]
+            results = [self._explain_text(prompt, text, plan, options) for text in shown(texts)]
+        return results if _are_texts(target) else results[0]
 
-    def _explained(
-        self, prompt: Prompt, text: Tensor, asked: _Asked, options: Mapping[str, Any]
+    def _explain_text(
+        self, prompt: Prompt, text: Tensor, plan: _TextPlan, options: Mapping[str, Any]
     ) -> SSMLLMAttributionResult:
         """Explain one text, given as token ids (n,), span by span or token by token."""
-        length = len(prompt.ids)
+        prompt_length = len(prompt.ids)
         ids = torch.cat([prompt.ids, text[:-1]])[None].to(self._device)  # without the last token
-        if asked.spans is not None:
-            found = self._of_spans(prompt, text, ids, asked, options)
-            if asked.against is None:
-                return found
-            resume = None if asked.resume is None else asked.resume / "against"
-            other = replace(asked, against=None, resume=resume)
-            return minus(found, self._explained(prompt, asked.against, other, options))
+        if plan.spans is not None:
+            result = self._explain_spans(prompt, text, ids, plan, options)
+            if plan.against is None:
+                return result
+            resume = None if plan.resume is None else plan.resume / "against"
+            without_against = replace(plan, against=None, resume=resume)
+            against = self._explain_text(prompt, plan.against, without_against, options)
+            return subtract_results(result, against)
         # counted from the end, because models may insert tokens at the beginning
         targets = [(i - len(text), token) for i, token in enumerate(text.tolist())]
         try:
-            found = self.attr_method.attribute_each(ids, targets, **options)  # (n_out, 1, L)
+            rows = self.attr_method.attribute_each(ids, targets, **options)  # (n_out, 1, L)
         except TargetError as error:
             raise TargetError(
                 f"A text's tokens are explained as targets (position, token): {error} Pass a model "
                 "that returns logits (B, L, vocabulary)."
             ) from error
-        relevance = found[:, 0].detach().cpu()
-        self._check_order(relevance, [length + i for i in range(len(text))])
-        token_attr = prompt.features(relevance[:, :length]).float()
+        relevance = rows[:, 0].detach().cpu()
+        self._check_order(relevance, [prompt_length + i for i in range(len(text))])
+        token_attr = prompt.features(relevance[:, :prompt_length]).float()
         return SSMLLMAttributionResult(
             seq_attr=token_attr.sum(0),
             token_attr=token_attr,
-            generated_attr=F.pad(relevance[:, length:], (0, 1)).float(),
+            generated_attr=F.pad(relevance[:, prompt_length:], (0, 1)).float(),
             input_tokens=prompt.names,
             output_tokens=self.codec.names(text),
             input_pieces=prompt.pieces,
             output_pieces=self.codec.pieces(text),
         )
 
-    def _of_spans(
-        self, prompt: Prompt, text: Tensor, ids: Tensor, asked: _Asked, options: Mapping[str, Any]
+    def _explain_spans(
+        self, prompt: Prompt, text: Tensor, ids: Tensor, plan: _TextPlan, options: Mapping[str, Any]
     ) -> SSMLLMAttributionResult:
-        """Explain the spans of a text, one output value per span, in ``asked.hops`` hops.
+        """Explain the spans of a text, one output value per span, in ``plan.hops`` hops.
 
         Args:
             prompt: the prompt.
             text: the ids of the text (n,).
             ids: the ids of prompt and text, without the last one (1, L).
-            asked: the checked arguments of :meth:`attribute`.
+            plan: the checked arguments of :meth:`attribute`.
             options: further arguments of the method.
         """
-        spans = read_spans("spans", asked.spans, text, self.codec)  # type: ignore[arg-type]
-        length, method, rest = len(prompt.ids), self.attr_method, dict(options)
+        spans = read_spans("spans", plan.spans, text, self.codec)  # type: ignore[arg-type]
+        prompt_length, method, rest = len(prompt.ids), self.attr_method, dict(options)
         positions = [i - len(text) for i in range(len(text))]
         contrast = rest.pop("contrast", None)
-        if _adds_up(method):  # there is one example, so the batch size has no effect
+        if _sums_to_output(method):  # there is one example, so the batch size has no effect
             checks.count("internal_batch_size", rest.pop("internal_batch_size", None))
 
         def ask(logits: Callable[[], Tensor]) -> Generator[Against, Row, list[SpanHop]]:
             """Yield targets, be sent their relevance, and return the hops."""
-            questions = follow(text, spans, length, contrast, asked.hops, logits)
-            steps = len(spans) * (1 + asked.hops)
-            if asked.resume is None:
-                return kept(questions, steps)
+            questions = follow(text, spans, prompt_length, contrast, plan.hops, logits)
+            steps = len(spans) * (1 + plan.hops)
+            if plan.resume is None:
+                return answer_saved(questions, steps)
             name = type(method).__name__
-            parts = ids, text, spans, contrast, asked.hops, name, vars(method).get("rule")
-            return kept(questions, steps, asked.resume, fingerprint(self.model, options, *parts))
+            key = ids, text, spans, contrast, plan.hops, name, vars(method).get("rule")
+            return answer_saved(
+                questions, steps, plan.resume, fingerprint(self.model, options, *key)
+            )
 
         if hasattr(method, "answer_in_turn"):
             hops = method.answer_in_turn(ids, positions, ask, **rest)
-        elif _adds_up(method):
-            hops = self._one_by_one(ids, ask, positions, rest)
+        elif _sums_to_output(method):
+            hops = self._decompose_each_span(ids, ask, positions, rest)
         else:
-            hops = [self._without_sums(ids, text, spans, length, options)]
-        last = [length + span.stop - 1 for span in spans]
-        self._check_order(torch.cat([hops[0].prompt, hops[0].text[:, :-1]], 1), last)
-        if self._is_bidirectional is None and _adds_up(method) and len(text) > 1:
-            # no span had later tokens: check those after the first token
-            few = ids if "additional_forward_args" in options else ids[:, :_FEW]
-            row = method.decompose(few, (-few.shape[1], int(text[0])), **rest)
+            hops = [self._attribute_spans(ids, text, spans, prompt_length, options)]
+        last_positions = [prompt_length + span.stop - 1 for span in spans]
+        self._check_order(torch.cat([hops[0].prompt, hops[0].text[:, :-1]], 1), last_positions)
+        if self._is_bidirectional is None and _sums_to_output(method) and len(text) > 1:
+            # no span had later tokens to check: explain the output at the first input token
+            first_ids = ids if "additional_forward_args" in options else ids[:, :_FEW]
+            row = method.decompose(first_ids, (-first_ids.shape[1], int(text[0])), **rest)
             self._check_order(row.tokens.detach().cpu(), [1])
         names = [self.codec.text_of(text[span.start : span.stop]) for span in spans]
         pieces = joined(self.codec.pieces(text), spans)
         return result_of_spans(prompt, hops, spans, names, pieces)
 
-    def _check_order(self, relevance: Tensor, last: list[int]) -> None:
-        """Raise if relevance (S, L) is on tokens after ``last``, as in a bidirectional model.
+    def _check_order(self, relevance: Tensor, last_positions: list[int]) -> None:
+        """Raise if relevance (S, L) is behind ``last_positions``, because the model looks ahead.
 
-        Methods of other packages are not checked.
+        Methods of other packages are not checked. The answer is kept in ``_is_bidirectional``.
         """
         if not isinstance(self.attr_method, SSMAttribution):
             return
-        later = torch.arange(relevance.shape[1]) >= torch.tensor(last)[:, None]
-        size, beyond = (x.abs().sum(1) for x in (relevance, relevance * later))
-        if bool((beyond > _ROUNDING * size).any()):
+        later = torch.arange(relevance.shape[1]) >= torch.tensor(last_positions)[:, None]
+        total, beyond = (x.abs().sum(1) for x in (relevance, relevance * later))
+        if bool((beyond > _ROUNDING * total).any()):
             self._is_bidirectional = True
         elif bool(later.any()):
             self._is_bidirectional = False
@@ -287,41 +290,41 @@ class SSMLLMAttribution(Attribution):
                 "the method itself to explain single outputs."
             )
 
-    def _one_by_one(
+    def _decompose_each_span(
         self, ids: Tensor, ask: Any, positions: list[int], options: Mapping[str, Any]
     ) -> list[SpanHop]:
-        """Decompose targets with a method that runs the model once per target."""
+        """Decompose the targets that ``ask`` yields, with one run of the model per target."""
 
         def logits() -> Tensor:
             with torch.no_grad():
                 return logits_of(call_model(self.forward_func, ids, ()))[0, positions]
 
-        def answer(question: Against) -> Row:
-            found: Row = self.attr_method.decompose(
-                ids, question.target, contrast=question.contrast, **options
+        def answer(target: Against) -> Row:
+            row: Row = self.attr_method.decompose(
+                ids, target.target, contrast=target.contrast, **options
             )
-            return found
+            return row
 
         return answer_questions(ask(logits), answer)
 
-    def _without_sums(
+    def _attribute_spans(
         self,
         ids: Tensor,
         text: Tensor,
         spans: Sequence[range],
-        length: int,
+        prompt_length: int,
         options: Mapping[str, Any],
     ) -> SpanHop:
-        """Explain spans with a method whose relevance does not sum to the output."""
-        several = [torch.arange(span.start, span.stop) for span in spans]
-        targets = [SumTarget(some - len(text), text[some]) for some in several]
+        """Explain spans with one ``attribute`` call; nothing is constant, as sums are unknown."""
+        index_lists = [torch.arange(span.start, span.stop) for span in spans]
+        targets = [SumTarget(index - len(text), text[index]) for index in index_lists]
         rows = self.attr_method.attribute_each(ids, targets, **options)[:, 0].detach().cpu()
         if not getattr(self.attr_method, "needs_gradient", True):  # rows are means over positions
             rows = rows * torch.tensor([len(span) for span in spans]).to(rows)[:, None]
         rows = rows.double()
-        on_text = F.pad(rows[:, length:], (0, 1))
+        on_text = F.pad(rows[:, prompt_length:], (0, 1))
         return SpanHop(
-            rows[:, :length], on_text, torch.zeros_like(on_text), rows.new_zeros(len(rows))
+            rows[:, :prompt_length], on_text, torch.zeros_like(on_text), rows.new_zeros(len(rows))
         )
 
     def _read_target(self, target: Any) -> Tensor:
@@ -335,7 +338,7 @@ class SSMLLMAttribution(Attribution):
         self._check_ids(text)
         return text
 
-    def _generated(self, ids: Tensor, gen_args: Mapping[str, Any] | None) -> Tensor:
+    def _generate(self, ids: Tensor, gen_args: Mapping[str, Any] | None) -> Tensor:
         """Generate a text after the prompt with the model, and return its token ids (n_out,)."""
         generate = getattr(self.model, "generate", None)
         if not callable(generate):
@@ -352,15 +355,15 @@ class SSMLLMAttribution(Attribution):
         options = dict(_default_gen_args(generate, len(ids)) if gen_args is None else gen_args)
         if "attention_mask" in inspect.signature(type(self.model).forward).parameters:
             options.setdefault("attention_mask", torch.ones_like(inputs))
-        found = generate(inputs, **options)
-        found = getattr(found, "sequences", found)
-        if len(found) != 1 or found.shape[1] <= len(ids):
+        sequences = generate(inputs, **options)
+        sequences = getattr(sequences, "sequences", sequences)
+        if len(sequences) != 1 or sequences.shape[1] <= len(ids):
             raise OptionError(
                 f"With gen_args={gen_args!r} the model generated sequences of shape "
-                f"{tuple(found.shape)} for a prompt of {len(ids)} tokens. Pass gen_args that "
+                f"{tuple(sequences.shape)} for a prompt of {len(ids)} tokens. Pass gen_args that "
                 "generate one sequence longer than the prompt, or a target."
             )
-        return read_ids(found[0, len(ids) :], "The generated text")
+        return read_ids(sequences[0, len(ids) :], "The generated text")
 
     @property
     def _device(self) -> torch.device:
@@ -380,7 +383,7 @@ class SSMLLMAttribution(Attribution):
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _TextPlan:
     """Checked arguments of :meth:`SSMLLMAttribution.attribute`, by the names of the arguments."""
 
     spans: Spans | None
@@ -389,7 +392,7 @@ class _Asked:
     resume: Path | None
 
 
-def _adds_up(method: Any) -> bool:
+def _sums_to_output(method: Any) -> bool:
     """Return True if a method's relevance and constants sum to the output."""
     return isinstance(method, LinearMethod) and hasattr(method, "decompose")
 
@@ -404,7 +407,7 @@ def _check_head(model: nn.Module) -> None:
         )
 
 
-def _is_several(target: Any) -> bool:
+def _are_texts(target: Any) -> bool:
     """Return True if a target is a list of texts, and False if it is the token ids of one text."""
     if not isinstance(target, list | tuple):
         return False

@@ -54,54 +54,54 @@ def read_prompt(prompt: Any, codec: Codec, skip_tokens: SkipTokens = None) -> Pr
                 f"skip_tokens={skip_tokens!r} is not for a TextTemplateInput, whose features are "
                 "its values. Leave skip_tokens out, or pass the prompt as a str."
             )
-        return _template(prompt, codec)
+        return _read_template(prompt, codec)
     if isinstance(prompt, TextTokenInput):
-        ids = _filled(prompt.inp_tensor[0], "The prompt")
+        ids = _require_tokens(prompt.inp_tensor[0], "The prompt")
         keep = torch.ones_like(ids, dtype=torch.bool)
         if prompt.itp_mask is not None:
             keep = prompt.itp_mask[0].cpu()
         names = [""] * len(ids)
-        for place, value in zip(keep.nonzero().flatten().tolist(), prompt.values, strict=True):
-            names[place] = value
+        for position, value in zip(keep.nonzero().flatten().tolist(), prompt.values, strict=True):
+            names[position] = value
     else:
-        ids = _filled(_ids_of(prompt, codec), "The prompt")
+        ids = _require_tokens(_ids_of(prompt, codec), "The prompt")
         keep, names = torch.ones_like(ids, dtype=torch.bool), codec.names(ids)
-    keep = keep & ~_skipped(ids, codec, skip_tokens)
-    places = keep.nonzero().flatten()
-    if not len(places):
+    keep = keep & ~_is_skipped(ids, codec, skip_tokens)
+    positions = keep.nonzero().flatten()
+    if not len(positions):
         raise InputError(
             f"skip_tokens={list(skip_tokens or ())!r} leaves none of the prompt's {len(ids)} "
             "tokens to explain. Pass fewer tokens to skip."
         )
-    pieces, chosen = codec.pieces(ids), places.tolist()
+    pieces, indices = codec.pieces(ids), positions.tolist()
     if pieces is not None:
-        pieces = [pieces[i] for i in chosen]
-    return Prompt(ids, [names[i] for i in chosen], lambda x: x[..., places], keep, pieces)
+        pieces = [pieces[i] for i in indices]
+    return Prompt(ids, [names[i] for i in indices], lambda x: x[..., positions], keep, pieces)
 
 
-def read_ids(value: Any, what: str) -> Tensor:
-    """Convert a list, tensor or array (L,) or (1, L) to token ids (L,); errors use ``what``."""
+def read_ids(value: Any, name: str) -> Tensor:
+    """Convert a list, tensor or array (L,) or (1, L) to token ids (L,); errors use the ``name``."""
     try:
         ids = torch.as_tensor(value).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
-        raise InputError(f"{what} is {value!r}. Pass token ids, which are integers.") from None
+        raise InputError(f"{name} is {value!r}. Pass token ids, which are integers.") from None
     if ids.dim() == 2 and len(ids) == 1:
         ids = ids[0]
     if ids.dim() != 1:
         raise InputError(
-            f"{what} has shape {tuple(ids.shape)}. Pass one sequence of token ids, (L,) or (1, L)."
+            f"{name} has shape {tuple(ids.shape)}. Pass one sequence of token ids, (L,) or (1, L)."
         )
     if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
-        raise InputError(f"{what} has dtype {ids.dtype}. Pass token ids, which are integers.")
+        raise InputError(f"{name} has dtype {ids.dtype}. Pass token ids, which are integers.")
     if bool((ids < 0).any()):
-        raise InputError(f"{what} contains {int(ids.min())}. Pass token ids of at least 0.")
-    return _filled(ids.long(), what)
+        raise InputError(f"{name} contains {int(ids.min())}. Pass token ids of at least 0.")
+    return _require_tokens(ids.long(), name)
 
 
-def _filled(ids: Tensor, what: str) -> Tensor:
+def _require_tokens(ids: Tensor, name: str) -> Tensor:
     """Return token ids on the CPU; raise if the prompt has no tokens."""
     if not len(ids):
-        raise InputError(f"{what} has no tokens. Pass at least one token.")
+        raise InputError(f"{name} has no tokens. Pass at least one token.")
     return ids.cpu()
 
 
@@ -122,62 +122,63 @@ def _ids_of(prompt: Any, codec: Codec) -> Tensor:
     return read_ids(prompt, "The prompt")
 
 
-def _skipped(ids: Tensor, codec: Codec, skip_tokens: SkipTokens) -> Tensor:
+def _is_skipped(ids: Tensor, codec: Codec, skip_tokens: SkipTokens) -> Tensor:
     """Return booleans (L,), True for tokens whose id or text is in ``skip_tokens``."""
-    listed = isinstance(skip_tokens, Sequence | None) and not isinstance(skip_tokens, str)
-    if not listed or not all(isinstance(token, Integral | str) for token in skip_tokens or ()):
+    is_list = isinstance(skip_tokens, Sequence | None) and not isinstance(skip_tokens, str)
+    if not is_list or not all(isinstance(token, Integral | str) for token in skip_tokens or ()):
         raise OptionError(
             f"skip_tokens={skip_tokens!r} is not a list of token ids or strings. Pass a list, such "
             f"as skip_tokens=[{skip_tokens!r}]."
         )
-    named = set(skip_tokens or ())
-    if not named:
+    skipped = set(skip_tokens or ())
+    if not skipped:
         return torch.zeros_like(ids, dtype=torch.bool)
-    known = zip(ids.tolist(), codec.names(ids), codec.own_names(ids), strict=True)
-    return torch.tensor([not named.isdisjoint(token) for token in known])
+    identities = zip(ids.tolist(), codec.names(ids), codec.own_names(ids), strict=True)
+    return torch.tensor([not skipped.isdisjoint(token) for token in identities])
 
 
-def _template(prompt: TextTemplateInput, codec: Codec) -> Prompt:
+def _read_template(prompt: TextTemplateInput, codec: Codec) -> Prompt:
     """Convert a template to a :class:`Prompt` whose features are the template's values.
 
     A token's relevance is divided among values by the fraction of its characters in each value.
     """
     text = prompt.to_model_input()
-    ids, tokens = codec.encode_with_spans(text)
-    ids = _filled(ids, "The prompt")
+    ids, token_spans = codec.encode_with_spans(text)
+    ids = _require_tokens(ids, "The prompt")
     shares = torch.zeros(prompt.n_itp_features, len(ids), dtype=torch.float64)
-    for value, start, end in _values(prompt, text):
+    for value, start, end in _find_values(prompt, text):
         feature = value if prompt.mask is None else prompt.formatted_mask[value]
-        for token, (first, last) in enumerate(tokens):
-            shares[feature, token] += max(0, min(end, last) - max(start, first))
+        for token, (token_start, token_end) in enumerate(token_spans):
+            shares[feature, token] += max(0, min(end, token_end) - max(start, token_start))
     shares /= shares.sum(0).clamp_min(1)  # tokens outside all values have share 0
 
     def features(relevance: Tensor) -> Tensor:
-        found: Tensor = prompt.format_attr(relevance @ shares.to(relevance).T)
-        return found
+        by_feature: Tensor = prompt.format_attr(relevance @ shares.to(relevance).T)
+        return by_feature
 
     return Prompt(ids, list(prompt.values), features, shares.sum(0) > 0)
 
 
-def _values(prompt: TextTemplateInput, text: str) -> list[tuple[int, int, int]]:
+def _find_values(prompt: TextTemplateInput, text: str) -> list[tuple[int, int, int]]:
     """Return (value index, start, end) for each occurrence of a value in the filled template."""
     marked = [f"{chr(_MARK + i)}{value}{chr(_MARK + i)}" for i, value in enumerate(prompt.values)]
     if prompt.dict_keys:
-        filled = prompt.format_fn(**dict(zip(prompt.dict_keys, marked, strict=True)))
+        text_with_marks = prompt.format_fn(**dict(zip(prompt.dict_keys, marked, strict=True)))
     else:
-        filled = prompt.format_fn(*marked)
-    found, begun, plain = [], dict[int, int](), []
-    for character in filled:
-        value = ord(character) - _MARK
-        if not 0 <= value < len(marked):
-            plain.append(character)
-        elif value in begun:
-            found.append((value, begun.pop(value), len(plain)))
+        text_with_marks = prompt.format_fn(*marked)
+    # the first mark of a value is its start, the second its end; the marks are no characters
+    places, starts, characters = [], dict[int, int](), []
+    for character in text_with_marks:
+        index = ord(character) - _MARK
+        if not 0 <= index < len(marked):
+            characters.append(character)
+        elif index in starts:
+            places.append((index, starts.pop(index), len(characters)))
         else:
-            begun[value] = len(plain)
-    if begun or "".join(plain) != text:
+            starts[index] = len(characters)
+    if starts or "".join(characters) != text:
         raise InputError(
             "The template changes its values or depends on them, so the values cannot be found in "
             "the text. Pass a template that only inserts values, such as '{} feels {} right now'."
         )
-    return found
+    return places

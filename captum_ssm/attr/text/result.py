@@ -47,22 +47,22 @@ class SpanParts:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per hop, span and source of relevance, for a DataFrame."""
-        found = []
+        rows = []
         for number, hop in enumerate(self.hops):
-            kinds = (
+            sources = (
                 ("prompt", self.features, hop.prompt),
                 ("text", self.names, hop.text),
                 ("unresolved", self.names, hop.unresolved),
                 ("constants", [""], hop.constants[:, None]),
             )
-            for s, span in enumerate(self.names):
-                start = {"hop": number, "span": s, "of": span}
-                found += [
-                    {**start, "kind": kind, "from": name, "relevance": x}
-                    for kind, names, values in kinds
-                    for name, x in zip(names, values[s].tolist(), strict=True)
+            for index, span in enumerate(self.names):
+                common = {"hop": number, "span": index, "of": span}
+                rows += [
+                    {**common, "kind": kind, "from": name, "relevance": relevance}
+                    for kind, names, values in sources
+                    for name, relevance in zip(names, values[index].tolist(), strict=True)
                 ]
-        return found
+        return rows
 
     def to_json(self) -> str:
         """Return the attributes, outputs and delta as a JSON string."""
@@ -92,14 +92,14 @@ def result_of_spans(
     def by_span(on_text: Tensor) -> Tensor:
         return torch.stack([on_text[:, s.start : s.stop].sum(1) for s in spans], 1)
 
-    found = []
+    summed = []
     for hop in hops:
         features = prompt.features(hop.prompt)
         text, unresolved = by_span(hop.text), by_span(hop.unresolved)
-        named = features.sum(1) + text.sum(1) + unresolved.sum(1)
-        found.append(SpanHop(features, text, unresolved, hop.total - named))
-    parts = SpanParts(tuple(spans), names, prompt.names, found)
-    last = found[-1]
+        total = features.sum(1) + text.sum(1) + unresolved.sum(1)
+        summed.append(SpanHop(features, text, unresolved, hop.total - total))
+    parts = SpanParts(tuple(spans), names, prompt.names, summed)
+    last = summed[-1]
     return SSMLLMAttributionResult(
         seq_attr=last.prompt.sum(0).float(),
         token_attr=last.prompt.float(),
@@ -112,28 +112,30 @@ def result_of_spans(
     )
 
 
-def minus(one: SSMLLMAttributionResult, other: SSMLLMAttributionResult) -> SSMLLMAttributionResult:
-    """Return ``one`` minus the prompt's relevance in ``other``, the result for a second text.
+def subtract_results(
+    first: SSMLLMAttributionResult, second: SSMLLMAttributionResult
+) -> SSMLLMAttributionResult:
+    """Return ``first`` minus the prompt's relevance in ``second``, the result for a second text.
 
-    All other relevance and the constants of ``other`` are subtracted from the constants.
+    All other relevance and the constants of ``second`` are subtracted from the constants.
     """
-    assert one.spans is not None and other.spans is not None
-    count = max(len(one.spans.hops), len(other.spans.hops))
-    found = []
+    assert first.spans is not None and second.spans is not None
+    count = max(len(first.spans.hops), len(second.spans.hops))
+    hops = []
     for number in range(count):
-        hop, other_hop = (x[min(number, len(x) - 1)] for x in (one.spans.hops, other.spans.hops))
-        rest = other_hop.total - other_hop.prompt.sum(1)
-        prompt = hop.prompt - other_hop.prompt
-        found.append(SpanHop(prompt, hop.text, hop.unresolved, hop.constants - rest))
+        hop, other = (x[min(number, len(x) - 1)] for x in (first.spans.hops, second.spans.hops))
+        not_on_prompt = other.total - other.prompt.sum(1)
+        prompt = hop.prompt - other.prompt
+        hops.append(SpanHop(prompt, hop.text, hop.unresolved, hop.constants - not_on_prompt))
     return SSMLLMAttributionResult(
-        seq_attr=found[-1].prompt.sum(0).float(),
-        token_attr=found[-1].prompt.float(),
-        generated_attr=one.generated_attr,
-        input_tokens=one.input_tokens,
-        output_tokens=one.output_tokens,
-        spans=replace(one.spans, hops=found),
-        input_pieces=one.input_pieces,
-        output_pieces=one.output_pieces,
+        seq_attr=hops[-1].prompt.sum(0).float(),
+        token_attr=hops[-1].prompt.float(),
+        generated_attr=first.generated_attr,
+        input_tokens=first.input_tokens,
+        output_tokens=first.output_tokens,
+        spans=replace(first.spans, hops=hops),
+        input_pieces=first.input_pieces,
+        output_pieces=first.output_pieces,
     )
 
 
@@ -188,26 +190,26 @@ class SSMLLMAttributionResult(Result, LLMAttributionResult):
         self.input_pieces, self.output_pieces = input_pieces, output_pieces
 
     def __repr__(self) -> str:
-        read, made = (len(x) for x in (self.input_tokens, self.output_tokens))
-        return f"SSMLLMAttributionResult({made} tokens of an answer to {read} of a prompt)"
+        inputs, outputs = (len(x) for x in (self.input_tokens, self.output_tokens))
+        return f"SSMLLMAttributionResult({outputs} tokens of an answer to {inputs} of a prompt)"
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per text token and prompt feature, or the rows of ``spans``."""
         if self.spans is not None:
             return self.spans.rows()
         return [
-            {"of": made, "from": read, "relevance": x}
-            for made, values in zip(self.output_tokens, self.token_attr.tolist(), strict=True)
-            for read, x in zip(self.input_tokens, values, strict=True)
+            {"of": token, "from": feature, "relevance": x}
+            for token, values in zip(self.output_tokens, self.token_attr.tolist(), strict=True)
+            for feature, x in zip(self.input_tokens, values, strict=True)
         ]
 
     def _state(self) -> dict[str, Any]:
         """Return the constructor arguments by name, for ``save``."""
         of_captum = ("seq_attr", "token_attr", "input_tokens", "output_tokens")
         names = (*of_captum, "generated_attr", "spans", "input_pieces", "output_pieces")
-        found = {name: getattr(self, name) for name in names}
+        state = {name: getattr(self, name) for name in names}
         probabilities = getattr(self, "output_probs", None)  # missing in Captum 0.8
-        return found if probabilities is None else {**found, "output_probs": probabilities}
+        return state if probabilities is None else {**state, "output_probs": probabilities}
 
     def plot_token_attr(self, show: bool = False) -> Any:
         """Draw a heat map of ``token_attr``; see Captum's LLMAttributionResult.

@@ -20,7 +20,7 @@ from .hops import Row
 T = TypeVar("T")
 
 #: The name of the file that stores the fingerprint of the call.
-_OF = "run.txt"
+_FINGERPRINT_FILE = "run.txt"
 
 
 @dataclass(frozen=True)
@@ -32,23 +32,23 @@ class SavedRow:
     output: Tensor
 
 
-def kept(
-    questions: Generator[Against, Row, T], total: int, folder: Path | None = None, of: str = ""
+def answer_saved(
+    targets: Generator[Against, Row, T], total: int, folder: Path | None = None, call: str = ""
 ) -> Generator[Against, Row, T]:
-    """Yield the targets without a decomposition in ``folder``, and save new decompositions.
+    """Answer targets from decompositions in ``folder``; yield all others, and save the answers.
 
     Args:
-        questions: a generator of targets, which depend only on earlier decompositions.
+        targets: a generator of targets, which depend only on earlier decompositions.
         total: the number of progress steps to show, one for each target.
         folder: the folder for decompositions, each saved at once; created if missing. Default:
             None, nothing is saved.
-        of: the :func:`fingerprint` of the call. Default: ``""``.
+        call: the :func:`fingerprint` of the call. Default: ``""``.
 
     Yields:
         Targets to decompose. The caller sends each decomposition back.
 
     Returns:
-        The return value of ``questions``.
+        The return value of ``targets``.
 
     Raises:
         OptionError: if the folder has decompositions of a different call.
@@ -56,28 +56,28 @@ def kept(
     """
     if folder is not None:
         make_folder(folder)
-        note = folder / _OF
-        if note.exists() and note.read_text("utf-8") != of:
+        fingerprint_file = folder / _FINGERPRINT_FILE
+        if fingerprint_file.exists() and fingerprint_file.read_text("utf-8") != call:
             raise OptionError(
                 f"resume={str(folder)!r} holds results for a different model, text, span or "
                 "option. Pass an empty folder, or the folder of this call."
             )
-        write_whole(note, of)
+        write_whole(fingerprint_file, call)
     answer: Row | None = None
-    steps, number = shown(range(total)), 0
+    steps, index = shown(range(total)), 0
     while True:
         next(steps, None)
         try:
-            question = next(questions) if answer is None else questions.send(answer)
+            target = next(targets) if answer is None else targets.send(answer)
         except StopIteration as stop:
             result: T = stop.value
             return result
-        path = None if folder is None else folder / f"{number:06d}.pt"
-        number += 1
+        path = None if folder is None else folder / f"{index:06d}.pt"
+        index += 1
         if path is not None and path.exists():
             answer = SavedRow(**torch.load(path, weights_only=True))
             continue
-        answer = yield question
+        answer = yield target
         if path is not None:
             answer = SavedRow(answer.tokens.cpu(), answer.bias.cpu(), answer.output.cpu())
             with replacing(path) as beside:
@@ -89,20 +89,20 @@ def fingerprint(model: nn.Module, options: Mapping[str, Any], *parts: Any) -> st
     digest = hashlib.sha256()
     for part in (*parts, *(f"{name}={options[name]!r}" for name in sorted(options))):
         digest.update(repr(part.tolist() if isinstance(part, Tensor) else part).encode())
-    for value in model.state_dict().values():
-        for tensor in _plain(value):
+    for entry in model.state_dict().values():
+        for tensor in _plain_tensors(entry):
             digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
             if not tensor.is_meta:
                 digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def _plain(value: Any) -> Iterator[Tensor]:
+def _plain_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the plain tensors in an entry of a state dict, which may be sharded or quantized."""
     if hasattr(value, "full_tensor"):  # a distributed tensor
         value = value.full_tensor()
     if hasattr(value, "__tensor_flatten__"):  # a tensor subclass, such as a quantized weight
         for name in value.__tensor_flatten__()[0]:
-            yield from _plain(getattr(value, name))
+            yield from _plain_tensors(getattr(value, name))
     elif isinstance(value, Tensor):
         yield value.detach()

@@ -19,7 +19,7 @@ from .codec import NO_TEXT, Codec, Pieces
 from .prompt import Prompt
 
 #: Patterns of the separators between spans, by name.
-_ENDS = {
+_SEPARATORS = {
     "word": r"\s+",
     "sentence": r"(?:(?<=[.!?…。！？])|(?<=[.!?…。！？][\"'”’)\]]))\s+|(?<=[。！？])|\s*\n\s*",
     "paragraph": r"\s*\n\s*\n\s*",
@@ -60,67 +60,70 @@ def read_spans(name: str, spans: Spans, ids: Tensor, codec: Codec) -> list[range
                 stacklevel=2,
             )
             return [range(i, i + 1) for i in range(count)]
-        return _between(re.compile(_ENDS[spans]), ids, codec)
+        return _split_at(re.compile(_SEPARATORS[spans]), ids, codec)
     if isinstance(spans, re.Pattern):
-        return _between(spans, ids, codec)
+        return _split_at(spans, ids, codec)
     if not isinstance(spans, list | tuple):
         raise OptionError(
             f"{name}={spans!r} is not accepted. Pass one of {', '.join(map(repr, TEXT_SPANS))}, a "
             "compiled pattern of the separators, or a list of ranges of tokens such as [(0, 5)]."
         )
-    found = [_range(name, one) for one in spans]
-    if not found:
+    ranges = [_as_range(name, entry) for entry in spans]
+    if not ranges:
         raise InputError(f"{name} is an empty list. Pass at least one span.")
-    for span in found:
+    for span in ranges:
         if not 0 <= span.start < span.stop <= count:
             raise InputError(
                 f"{name} contains ({span.start}, {span.stop}), but the text has {count} tokens. "
                 f"Pass spans (start, stop) with 0 <= start < stop <= {count}."
             )
-    found.sort(key=lambda span: span.start)
-    for one, other in pairwise(found):
-        if other.start < one.stop:
+    ranges.sort(key=lambda span: span.start)
+    for span, following in pairwise(ranges):
+        if following.start < span.stop:
             raise InputError(
-                f"{name} contains ({one.start}, {one.stop}) and ({other.start}, {other.stop}), "
-                "which overlap. Pass spans without common tokens."
+                f"{name} contains ({span.start}, {span.stop}) and ({following.start}, "
+                f"{following.stop}), which overlap. Pass spans without common tokens."
             )
-    return found
+    return ranges
 
 
-def _range(name: str, one: Any) -> range:
+def _as_range(name: str, entry: Any) -> range:
     """Convert a range, a slice or a pair (start, stop) to a range of tokens."""
-    if isinstance(one, range) and one.step == 1:
-        return one
-    ends = (one.start or 0, one.stop) if isinstance(one, slice) else one
+    if isinstance(entry, range) and entry.step == 1:
+        return entry
+    ends = (entry.start or 0, entry.stop) if isinstance(entry, slice) else entry
     numbers = [checks.as_integer(end) for end in ends] if isinstance(ends, tuple | list) else []
     if len(numbers) != 2 or numbers[0] is None or numbers[1] is None:
-        raise OptionError(f"{name} contains {one!r}. Pass pairs (first token, token after last).")
+        raise OptionError(f"{name} contains {entry!r}. Pass pairs (first token, token after last).")
     return range(numbers[0], numbers[1])
 
 
-def _between(separator: re.Pattern[str], ids: Tensor, codec: Codec) -> list[range]:
+def _split_at(separator: re.Pattern[str], ids: Tensor, codec: Codec) -> list[range]:
     """Return spans between separators; a token is in the span of the token's first character."""
-    text, places = codec.read(ids)
-    begins = [0, *(match.end() for match in separator.finditer(text))]
-    return _of_characters(begins, text, places)
+    text, token_spans = codec.read(ids)
+    starts = [0, *(match.end() for match in separator.finditer(text))]
+    return _tokens_of_spans(starts, text, token_spans)
 
 
-def _of_characters(
-    begins: Sequence[int], text: str, places: Sequence[tuple[int, int]]
+def _tokens_of_spans(
+    starts: Sequence[int], text: str, token_spans: Sequence[tuple[int, int]]
 ) -> list[range]:
-    """Return token ranges of the spans that begin at characters ``begins`` of a text."""
-    found: list[range] = []
+    """Return token ranges of the spans that begin at characters ``starts`` of a text.
+
+    ``token_spans`` has each token's characters, of which leading spaces do not count.
+    """
+    ranges: list[range] = []
     latest = -1
-    for token, (start, end) in enumerate(places):
+    for token, (start, end) in enumerate(token_spans):
         while start < end and text[start].isspace() and start + 1 < end:
             start += 1
-        which = max(latest, bisect_right(begins, start) - 1)
-        if which == latest:
-            found[-1] = range(found[-1].start, token + 1)
+        index = max(latest, bisect_right(starts, start) - 1)
+        if index == latest:
+            ranges[-1] = range(ranges[-1].start, token + 1)
         else:
-            found.append(range(token, token + 1))
-        latest = which
-    return found
+            ranges.append(range(token, token + 1))
+        latest = index
+    return ranges
 
 
 def with_spans(prompt: Prompt, spans: Any, codec: Codec, messages: Any) -> Prompt:
@@ -135,19 +138,19 @@ def with_spans(prompt: Prompt, spans: Any, codec: Codec, messages: Any) -> Promp
     """
     ids = prompt.ids
     if isinstance(spans, Tensor):
-        groups, names = _masked(spans, ids)
+        features, names = _features_of_mask(spans, ids)
         pieces = None
     else:
         if isinstance(spans, str) and checks.choice("prompt_spans", spans, PROMPT_SPANS) == "turn":
-            found = _turns(ids, codec, messages)
+            ranges = _turns(ids, codec, messages)
         else:
-            found = read_spans("prompt_spans", spans, ids, codec)
-        groups = torch.full((len(ids),), -1)
-        for number, span in enumerate(found):
-            groups[span.start : span.stop] = number
-        names = [codec.text_of(ids[span.start : span.stop]) for span in found]
-        pieces = joined(codec.pieces(ids), found)
-    shares = (groups == torch.arange(len(names))[:, None]).double() * prompt.kept  # (features, L)
+            ranges = read_spans("prompt_spans", spans, ids, codec)
+        features = torch.full((len(ids),), -1)
+        for index, span in enumerate(ranges):
+            features[span.start : span.stop] = index
+        names = [codec.text_of(ids[span.start : span.stop]) for span in ranges]
+        pieces = joined(codec.pieces(ids), ranges)
+    shares = (features == torch.arange(len(names))[:, None]).double() * prompt.kept  # (n_in, L)
     return replace(
         prompt,
         names=names,
@@ -165,29 +168,29 @@ def joined(pieces: Pieces | None, spans: Sequence[range]) -> Pieces | None:
     return ["".join(text) if text else None for text in texts]
 
 
-def stretches(pieces: Pieces, name: str) -> list[range]:
+def split_pieces(pieces: Pieces, name: str) -> list[range]:
     """Split a text at words, sentences or paragraphs (``name``) into ranges of ``pieces``."""
-    text, places = "", list[tuple[int, int]]()
+    text, token_spans = "", list[tuple[int, int]]()
     for piece in pieces:
-        if piece == "" and places:  # a further token of the same character
-            places.append(places[-1])
+        if piece == "" and token_spans:  # a further token of the same character
+            token_spans.append(token_spans[-1])
             continue
-        places.append((len(text), len(text) + len(piece or "")))
+        token_spans.append((len(text), len(text) + len(piece or "")))
         text += piece or ""
-    begins = [0, *(match.end() for match in re.finditer(_ENDS[name], text))]
-    return _of_characters(begins, text, places)
+    starts = [0, *(match.end() for match in re.finditer(_SEPARATORS[name], text))]
+    return _tokens_of_spans(starts, text, token_spans)
 
 
-def _masked(mask: Tensor, ids: Tensor) -> tuple[Tensor, list[str]]:
+def _features_of_mask(mask: Tensor, ids: Tensor) -> tuple[Tensor, list[str]]:
     """Return each token's feature index (L,) and the features' names, from a feature mask."""
-    found = mask[0] if mask.dim() == 2 and len(mask) == 1 else mask
-    if found.shape != ids.shape or found.is_floating_point():
+    feature_ids = mask[0] if mask.dim() == 2 and len(mask) == 1 else mask
+    if feature_ids.shape != ids.shape or feature_ids.is_floating_point():
         raise OptionError(
             f"prompt_spans is a mask of shape {tuple(mask.shape)} and {mask.dtype}, but the prompt "
             f"has {len(ids)} tokens. Pass integers ({len(ids)},), equal for tokens of one feature."
         )
-    values, groups = torch.unique(found.cpu().long(), return_inverse=True)
-    return groups, [f"feature {value}" for value in values.tolist()]
+    values, index = torch.unique(feature_ids.cpu().long(), return_inverse=True)
+    return index, [f"feature {value}" for value in values.tolist()]
 
 
 def _turns(ids: Tensor, codec: Codec, messages: Any) -> list[range]:
@@ -198,18 +201,18 @@ def _turns(ids: Tensor, codec: Codec, messages: Any) -> list[range]:
             "prompt_spans='turn' needs a prompt that is a list of chat messages {'role': ..., "
             "'content': ...}. Pass 'paragraph', a compiled pattern, or ranges of tokens."
         )
-    text, places = codec.read(ids)
-    begins, at = [0], 0
+    text, token_spans = codec.read(ids)
+    starts, search_start = [0], 0
     for content in contents[:-1]:
-        where = text.find(content.strip(), at)
-        if where < 0:
+        start = text.find(content.strip(), search_start)
+        if start < 0:
             raise InputError(
                 f"prompt_spans='turn' cannot find the message {content[:20]!r} in the text from "
                 "the chat template. Pass ranges of tokens."
             )
-        at = where + len(content.strip())
-        begins.append(at)
-    return _of_characters(begins, text, places)
+        search_start = start + len(content.strip())
+        starts.append(search_start)
+    return _tokens_of_spans(starts, text, token_spans)
 
 
 def _is_chat(messages: Any) -> bool:

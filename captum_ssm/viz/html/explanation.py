@@ -15,7 +15,7 @@ from ...attr.call.layout import patch_sums
 from ...attr.call.progress import step
 from ...attr.catalogue import QUESTIONS, holds_identity
 from ...attr.comparison import Comparison, Method, Named
-from ...attr.text.spans import stretches
+from ...attr.text.spans import split_pieces
 from ...attr.text.tokens import Tokens
 from ...errors import InputError
 from ..figure import numbers
@@ -217,7 +217,7 @@ def _names(example: ShownExample, known: Outline) -> Sequence[str]:
 def sentences_of(names: Sequence[str]) -> list[int]:
     """Return the index of each sentence's first token; empty if sentences are unknown."""
     pieces = names.pieces if isinstance(names, Tokens) else None
-    return [] if pieces is None else [x.start for x in stretches(pieces, "sentence")]
+    return [] if pieces is None else [x.start for x in split_pieces(pieces, "sentence")]
 
 
 def _methods(
