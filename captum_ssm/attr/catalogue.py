@@ -171,10 +171,7 @@ METHODS: tuple[Entry, ...] = (
         _GRADIENT,
     ),
     Entry(
-        MambaLRP,
-        Cost("", backward=1, linear=True),
-        "layer-wise relevance propagation",
-        _GRADIENT,
+        MambaLRP, Cost("", backward=1, linear=True), "layer-wise relevance propagation", _GRADIENT
     ),
     Entry(
         ImplicitAttentionRollout,
@@ -183,12 +180,7 @@ METHODS: tuple[Entry, ...] = (
         _ROW,
         holds_identity=True,
     ),
-    Entry(
-        ImplicitAttention,
-        Cost("1 row", linear=True),
-        "the query's row, mean over layers",
-        _ROW,
-    ),
+    Entry(ImplicitAttention, Cost("1 row", linear=True), "the query's row, mean over layers", _ROW),
     Entry(
         MambaAttribution,
         Cost("1 L x L map per layer", backward=1),

@@ -176,9 +176,5 @@ class LatimALTI(LatimMethod, ImplicitMethod):
         for layer in stage:
             verify_layer(layer, verify)
         return AltiShares(
-            stage,
-            run.streams,
-            residual=self.residual,
-            activation=self.activation,
-            mask=run.mask,
+            stage, run.streams, residual=self.residual, activation=self.activation, mask=run.mask
         )

@@ -218,16 +218,11 @@ class LatimLogit(LatimMethod, LinearMethod):
         options: _Options,
         by_layer: bool = False,
     ) -> tuple[Run, list[LogitContributions]]:
-        """Run the model once; return the run, and the contributions to each target's value.
-
-        ``by_layer`` traces each layer's contribution back separately; see :meth:`decompose`.
-        """
+        """Run the model once; return the run, and the contributions to the value of each target."""
         request = replace(request, direct=True, verify=options.verify is not False)
-        head_positions = kept_positions(
-            request.forward_func, request.inputs, request.additional, targets
-        )
-        run = traced(replace(request, kept=head_positions))
-        if head_positions is not None and not head_positions.fit(run.output):
+        head = kept_positions(request.forward_func, request.inputs, request.additional, targets)
+        run = traced(replace(request, kept=head))
+        if head is not None and not head.fit(run.output):
             run = traced(request)  # the model ignored the argument: use its logits at all positions
         with ExitStack() as stack:
             for device in {layer.output.device for layer in run.layers}:
@@ -235,14 +230,12 @@ class LatimLogit(LatimMethod, LinearMethod):
             for layer in run.layers:
                 verify_layer(layer, options.verify)
             run = replace(run, questions=[_question_for(run, t) for t in targets])
-            contributions = contributions_to(
-                run, self.activation, options.make_shares, by_layer=by_layer
-            )
+            results = contributions_to(run, self.activation, options.make_shares, by_layer=by_layer)
         if self.activation == "linearized" and options.verify is not False:
-            _check_sums(contributions, run)
-        values = [(t, x.output) for t, x in zip(targets, contributions, strict=True)]
+            _check_sums(results, run)
+        values = [(t, x.output) for t, x in zip(targets, results, strict=True)]
         require_alone(run, options.verify, values)
-        return run, contributions
+        return run, results
 
 
 def _question_for(run: Run, target: Against) -> Question:
@@ -263,9 +256,7 @@ def _check_sums(contributions: Sequence[LogitContributions], run: Run) -> None:
     if not {layer.output.dtype for layer in run.layers} <= {torch.float32, torch.float64}:
         return  # large terms that cancel may have rounding errors above the tolerance
     for x, question in zip(contributions, run.questions, strict=True):
-        terms = torch.cat(  # (terms, B, L)
-            [x.layers, x.locals, x.embedding[None]]
-        )
+        terms = torch.cat([x.layers, x.locals, x.embedding[None]])  # (terms, B, L)
         if not sums_up(x, terms.transpose(0, 1), together=True):
             assert question.selected is not None
             raise not_linear(question.selected)

@@ -156,7 +156,7 @@ class LatimNorm(LatimMethod, ImplicitMethod):
 
     @underflow_flushed()
     def _map(self, layer: Layer, contributions: Contributions, queries: Tensor) -> Tensor:
-        """Return the norms (B, Q, L) of contribution vectors to queries ``index`` (B, Q)."""
+        """Return the norms (B, Q, L) of contribution vectors to ``queries`` (B, Q)."""
         out = contributions.weight.new_zeros(*queries.shape, contributions.shape.tokens)
         for tile in tiles([contributions], queries):
             norms = torch.linalg.vector_norm(tile.vectors, self.p, dim=-1)

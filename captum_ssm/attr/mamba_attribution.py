@@ -120,9 +120,7 @@ class MambaAttribution(ImplicitMethod):
             used_layers = chosen.used(run.layers)
             gradients = _gradients(run, used_layers)
             if recipe == "paper":
-                weights = {
-                    layer: gradient.mean(-1, keepdim=True) for layer, gradient in gradients.items()
-                }
+                weights = {layer: g.mean(-1, keepdim=True) for layer, g in gradients.items()}
 
                 def step(layer: Layer, operator: Operator) -> LayerMatrix:
                     """Return a layer's matrix (g . alpha)+, computed a few rows at a time."""
@@ -170,7 +168,7 @@ def _gradients(run: Run, layers: Sequence[Layer]) -> dict[Layer, Tensor]:
     outputs, names = [layer.output for layer in layers], [layer.name for layer in layers]
     gradients = run.gradients(outputs, names)
     for layer in run.layers:
-        if layer.stage and not layer.is_reached:
+        if layer.stage and not layer.is_reached:  # layers of the first stage have none before them
             raise GradientModeError(
                 f"No gradient passes through layer {layer.name!r} to earlier layers. Is its input "
                 "detached, or computed under no_grad or by a kernel without a backward pass? Use a "

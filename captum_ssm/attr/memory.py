@@ -82,7 +82,7 @@ class StateMemory(Explainer):
             ReconstructionError: if ``verify`` finds an operator that differs from its module.
         """
         verify = checks.tolerance("verify", verify)
-        memories = []
+        out = []
         with self._read(inputs, additional_forward_args, verify) as run:
             for layer in run.layers:
                 verify_layer(layer, verify)
@@ -94,17 +94,15 @@ class StateMemory(Explainer):
                     head = range(heads.start, heads.start + 1)
                     values = linear.values[:, :, head.start : head.stop]
                     count = len(memories_of(linear.operator.select(head), values))
-                    memories += [
-                        LayerMemory(layer, n, heads, run.record, kept) for n in range(count)
-                    ]
+                    out += [LayerMemory(layer, n, heads, run.record, kept) for n in range(count)]
             kinds = dict.fromkeys(layer.architecture for layer in run.layers)
-        if not memories:
+        if not out:
             raise OptionError(
                 f"The model's mixers ({', '.join(kinds)}) have no state or cache with known shares "
                 "of tokens. Pass a model with recurrences or causal attention, or use "
                 "ImplicitAttention."
             )
-        return memories
+        return out
 
 
 @dataclass(frozen=True, eq=False)

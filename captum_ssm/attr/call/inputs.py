@@ -314,10 +314,7 @@ def _replace_embeddings(model: nn.Module, embeddings: Tensor) -> Iterator[None]:
 
 
 class BatchPart:
-    """Selects the slice ``part`` of a batch of size ``batch`` from inputs, targets and options.
-
-    Call it, or its method for targets, to select the examples from a value.
-    """
+    """A function that selects the slice ``part`` of a batch of size ``batch`` from any argument."""
 
     def __init__(self, part: slice, batch: int) -> None:
         self.part, self.batch = part, batch
@@ -337,7 +334,7 @@ class BatchPart:
             return target.part(self)
         per_example = isinstance(target, list) or getattr(target, "ndim", 0) > 0
         if per_example and not isinstance(target, Tensor) and len(target) == self.batch:
-            return target[self.part]
+            return target[self.part]  # a list or an array
         return self(target)
 
     @contextmanager

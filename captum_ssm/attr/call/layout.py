@@ -210,16 +210,14 @@ class TokenLayout:
     ) -> list[Tensor]:
         """Convert relevance of the first layer's tokens, for each target, to the input's shape.
 
+        With ``per_token`` the results are (B, L), or (B, h, w) for images with a patch grid.
+
         Args:
             relevances: one relevance tensor (B, L) per target.
             mask: True for unpadded tokens (B, L), or None.
             given: index in the input of each token (B, L), or -1; None for 0 .. L - 1.
             token_map: the 2-D map of tokens, if the first mixer acts on windows of a map, or None.
             run: function that runs the model on one image of the same shape.
-
-        Returns:
-            Relevance in the shape of the inputs. With ``per_token`` it is (B, h, w) for images, or
-            (B, L) if no patch grid is found, and (B, L) for all other inputs.
         """
         inputs, per_token, probe = self._inputs, self._per_token, self._probe
         if mask is not None:

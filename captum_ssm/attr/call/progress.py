@@ -24,10 +24,7 @@ _TICK = 1.0
 
 
 class _Bar:
-    """A progress bar, the start and size of the current step, and the labels of all open steps.
-
-    A thread redraws the elapsed time. Captum's bar ``shown`` has its position in ``n``, 0 to 1.
-    """
+    """A progress bar, the start and size of the current step, and the labels of all open steps."""
 
     def __init__(self, description: str) -> None:
         self.shown: Any = progress(
@@ -35,7 +32,7 @@ class _Bar:
         )
         self.start, self.size, self.labels = 0.0, 1.0, list[str]()
         self._ended = threading.Event()
-        threading.Thread(target=self._tick, daemon=True).start()
+        threading.Thread(target=self._tick, daemon=True).start()  # redraws the elapsed time
 
     def _tick(self) -> None:
         while not self._ended.wait(_TICK):
@@ -91,7 +88,7 @@ def step(number: int, count: int, label: str = "") -> Iterator[None]:
         active.start += active.size
     finally:
         active.labels.pop()
-        if active.start > outer_start + outer_size * number / count:
+        if active.start > outer_start + outer_size * number / count:  # the step moved the bar
             active.show()
         active.start, active.size = outer_start, outer_size
 
@@ -99,8 +96,8 @@ def step(number: int, count: int, label: str = "") -> Iterator[None]:
 def shown(items: Sequence[T], labels: Sequence[str] | None = None) -> Iterator[T]:
     """Yield items as steps of the bar; the default labels are like ``step 3 of 24``."""
     for number, item in enumerate(items):
-        label = f"step {number + 1} of {len(items)}" if len(items) > 1 else ""
-        with step(number, len(items), label if labels is None else labels[number]):
+        default = f"step {number + 1} of {len(items)}" if len(items) > 1 else ""
+        with step(number, len(items), default if labels is None else labels[number]):
             yield item
 
 
@@ -113,7 +110,7 @@ def counting_runs(model: nn.Module, expected: int | None) -> Iterator[None]:
         expected: the number of examples in all runs together, by which the bar moves. None if it is
             unknown.
     """
-    active, runs, examples = _current.get(), 0, 0
+    active, runs, examples = _current.get(), 0, 0  # the model's runs and their examples so far
     if active is None:
         yield
         return

@@ -223,7 +223,7 @@ def find_spans(text: str, ids: Sequence[int], read: Read, silent: Container[int]
 def _decode_whole(ids: Sequence[int], before: list[int], read: Read) -> tuple[int, str]:
     """Return how many leading tokens decode to whole characters (at least 1), and their text."""
     prefix = read(before) if before else ""
-    for count in range(1, len(ids) + 1):
+    for count in range(1, len(ids) + 1):  # a character may have several tokens
         group = list(ids[:count])
         text = read(before + group)
         # some tokens decode differently by themselves: "##ing" in "going"

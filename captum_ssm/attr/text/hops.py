@@ -68,7 +68,7 @@ class SpanHop:
 def follow(
     text: Tensor,
     spans: Sequence[range],
-    prompt: int,
+    prompt_length: int,
     contrast: Any,
     hops: int,
     logits: Callable[[], Tensor],
@@ -78,7 +78,7 @@ def follow(
     Args:
         text: token ids of the text (n,).
         spans: ranges of the text's tokens.
-        prompt: the number of prompt tokens.
+        prompt_length: the number of prompt tokens.
         contrast: the contrast of the spans' tokens.
         hops: the largest number of hops.
         logits: function that returns the model's logits for all tokens of the text (n, V).
@@ -93,8 +93,9 @@ def follow(
     parts = []
     for span in spans:
         positions = torch.arange(span.start, span.stop)
+        # the model's input lacks the last token, so token i is predicted at i - count, from the end
         row = yield Against(SumTarget(positions - count, text[positions]), contrast)
-        parts.append(_parts(row, prompt, count))
+        parts.append(_split_row(row, prompt_length, count))
     hops_done = [SpanHop(*map(torch.stack, zip(*parts, strict=True)))]
     # the sum of each token's row, and whether relevance can be divided by it
     row_sums, is_usable = _row_sums(logits(), text) if hops else (torch.empty(0), torch.empty(0))
@@ -109,11 +110,11 @@ def follow(
         for relevance in to_pass:
             positions = relevance.nonzero().flatten()
             if not len(positions):
-                parts_by_span.append(_nothing(latest))
+                parts_by_span.append(_zero_parts(latest))
                 continue
             weights = relevance[positions] / row_sums[positions]
             row = yield Against(SumTarget(positions - count, text[positions], weights), "mean")
-            parts_by_span.append(_parts(row, prompt, count))
+            parts_by_span.append(_split_row(row, prompt_length, count))
         on_prompt, on_text, _, constants = map(torch.stack, zip(*parts_by_span, strict=True))
         hops_done.append(
             SpanHop(latest.prompt + on_prompt, on_text, unresolved, latest.constants + constants)
@@ -121,18 +122,18 @@ def follow(
     return hops_done
 
 
-def _parts(row: Row, prompt: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _split_row(row: Row, prompt_length: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Split a row's relevance into the four attributes of :class:`SpanHop`; unresolved is 0."""
     constants = row.output - row.tokens.sum(-1)
     tokens = row.tokens[0].detach().cpu().double()
     on_text = torch.zeros(count, dtype=torch.float64)
-    on_text[: len(tokens) - prompt] = tokens[prompt:]
-    nothing = torch.zeros_like(on_text)
-    return tokens[:prompt], on_text, nothing, constants.detach().cpu().double().sum()
+    on_text[: len(tokens) - prompt_length] = tokens[prompt_length:]
+    unresolved = torch.zeros_like(on_text)
+    return tokens[:prompt_length], on_text, unresolved, constants.detach().cpu().double().sum()
 
 
-def _nothing(latest: SpanHop) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return zeros in the form of :func:`_parts`, for a span without relevance to pass on."""
+def _zero_parts(latest: SpanHop) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return zeros in the form of :func:`_split_row`, for a span without relevance to pass on."""
     empty = torch.zeros_like(latest.text[0])
     return torch.zeros_like(latest.prompt[0]), empty, empty, torch.zeros_like(latest.constants[0])
 

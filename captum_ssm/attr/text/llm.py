@@ -315,7 +315,7 @@ class SSMLLMAttribution(Attribution):
         prompt_length: int,
         options: Mapping[str, Any],
     ) -> SpanHop:
-        """Explain spans with one ``attribute`` call; nothing is constant, as sums are unknown."""
+        """Explain spans with a method whose relevance does not sum to the output."""
         index_lists = [torch.arange(span.start, span.stop) for span in spans]
         targets = [SumTarget(index - len(text), text[index]) for index in index_lists]
         rows = self.attr_method.attribute_each(ids, targets, **options)[:, 0].detach().cpu()

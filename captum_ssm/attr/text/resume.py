@@ -63,7 +63,7 @@ def answer_saved(
                 "option. Pass an empty folder, or the folder of this call."
             )
         write_whole(fingerprint_file, call)
-    answer: Row | None = None
+    answer: Row | None = None  # the decomposition of the latest target
     steps, index = shown(range(total)), 0
     while True:
         next(steps, None)

@@ -69,12 +69,7 @@ class Contributions:
     """
 
     def __init__(
-        self,
-        layer: Layer,
-        activation: str = "linearized",
-        way: Way = (),
-        *,
-        hooks: bool = True,
+        self, layer: Layer, activation: str = "linearized", way: Way = (), *, hooks: bool = True
     ) -> None:
         linear = layer.written if hooks else layer.linear
         self.shape = linear.operator.shape

@@ -83,7 +83,7 @@ def read_options(start_layer: int, verify: bool | float) -> Options:
 
 
 def query_index(positions: Positions | None, size: tuple[int, int], device: torch.device) -> Tensor:
-    """Return nonnegative query positions (B, Q) for a ``shape`` (B, L); None means all L tokens."""
+    """Return nonnegative query positions (B, Q) for a ``size`` (B, L); None means all L tokens."""
     batch, tokens = size
     index = _read_positions(range(tokens) if positions is None else positions).to(device)
     if index.dim() == 2 and len(index) != batch:

@@ -92,11 +92,7 @@ class LogitContributions(NamedTokens):
 
 
 def contributions_to(
-    run: Run,
-    activation: str,
-    make_shares: MakeShares,
-    *,
-    by_layer: bool,
+    run: Run, activation: str, make_shares: MakeShares, *, by_layer: bool
 ) -> list[LogitContributions]:
     """Decompose the value of each target of a run; each mixing matrix is computed once.
 
@@ -105,7 +101,7 @@ def contributions_to(
     Args:
         run: the run, with its targets.
         activation: see :class:`~captum_ssm.attr.vectors.contributions.Contributions`.
-        make: one of :data:`MIXINGS`.
+        make_shares: one of :data:`MIXINGS`.
         by_layer: whether the contributions of layers are traced back separately, or as one sum.
     """
     assert run.paths is not None
@@ -164,7 +160,7 @@ def _directly_reached(layers: Sequence[Layer], passes: Sequence[_Direct]) -> ran
 def _layer_terms(
     layer: Layer, activation: str, passes: Sequence[_Direct], index: int, within: range | None
 ) -> Tensor:
-    """Return contributions through layer index ``at`` to the T targets of ``passes``, (T, B, L).
+    """Return contributions through layer ``index`` to the T targets of ``passes``, (T, B, L).
 
     The contribution of the layer's constant is added to ``biases`` of each pass, in place.
     """

@@ -145,7 +145,7 @@ class Columns(NamedTuple):
     states: Tensor
 
     def entries_of(self, rows: Tensor) -> Tensor:
-        """Return entries (B, rows, S, H) of rows ``tokens``: all before ``end``, or none before."""
+        """Return entries (B, rows, S, H) of ``rows``: all before ``end``, or none before."""
         if int(rows.max()) < self.end:
             return self.near[:, rows - self.start]
         return self.rows.entries_after(self.states, self.end - 1, rows)

@@ -129,7 +129,7 @@ def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activati
             "activation='linearized', which works for every mixer."
         )
     token: Tensor | None = None
-    for part in reversed(inner):
+    for part in reversed(inner):  # innermost first, as in the mixer
         values = part.apply(values)
         if isinstance(part, Permute):
             token = part.on_host if token is None else token[part.on_host]
@@ -138,7 +138,7 @@ def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activati
     if activation == "silu":
         function = _find_activation(module, sum(taps.values()), parts[place].tensors()["weight"])
     one = values.new_ones(1, 1, 1, 1)
-    outer = parts[:place] or [Diagonal(one, parts[place].shape)]
+    outer = parts[:place] or [Diagonal(one, parts[place].shape)]  # nothing follows: the identity
     return TapPath(Chain(*outer), [(lag, function(tap)) for lag, tap in taps.items()], token)
 
 
@@ -156,7 +156,7 @@ def _taps(conv: ShortConv | None, values: Tensor) -> dict[int, Tensor]:
 
 
 def _find_activation(module: Any, u: Any, ratio: Tensor) -> Function:
-    """Find the module's activation: the function whose frozen ratio act(u) / u is ``ratio``."""
+    """Find the module's activation: the function act whose act(u) / u is the frozen ``ratio``."""
     candidates = [F.silu, *(getattr(module, name, None) for name in _ACTIVATION_NAMES)]
     output = ratio * u
     for function in candidates:
