@@ -40,7 +40,7 @@ from .transformer_attribution import TransformerAttribution
 from .vectors.logit import MIXINGS
 
 #: Arguments of ``attribute`` that are common to all methods, and so not listed as options.
-_OF_EVERY_CALL = {
+_COMMON_ARGUMENTS = {
     "self",
     "inputs",
     "target",
@@ -147,7 +147,7 @@ class Entry(NamedTuple):
             (None, 'frozen', 'half', 'centered', 'balanced')
         """
         parameters = inspect.signature(self.method.attribute).parameters.values()
-        return [_option(p.name, p.default) for p in parameters if p.name not in _OF_EVERY_CALL]
+        return [_option(p.name, p.default) for p in parameters if p.name not in _COMMON_ARGUMENTS]
 
 
 def _option(name: str, default: Any) -> Option:

@@ -102,25 +102,25 @@ class ImplicitAttention(ImplicitMethod):
             NonFiniteError: if an operator contains NaN or infinity.
             ReconstructionError: if ``verify`` finds an operator that differs from its module.
         """
-        chosen = options(components, reduce, heads, start_layer, recipe, verify)
+        settings = options(components, reduce, heads, start_layer, recipe, verify)
 
         def relevance(run: Run) -> Tensor:
-            used_layers = chosen.used(run.layers)
+            used_layers = settings.used(run.layers)
             query_positions = None
             if recipe == "published_code":
                 query_positions = published.query_positions(run.weights)
             weights, total, latest = run.weights, torch.zeros_like(run.weights), run.layers[-1]
             with torch.no_grad():
                 for layer in shown(used_layers[::-1]):
-                    operator = chosen.operator(layer)
+                    operator = settings.operator(layer)
                     if query_positions is None:
                         weights = carry(weights.to(layer.values), latest, layer)
-                        row = reduced(operator, chosen.reduce, Budget()).rmatvec(weights)
+                        row = reduced(operator, settings.reduce, Budget()).rmatvec(weights)
                         row = layer.linear.branch_scale * row
                     else:
                         published.check_tokens(layer, latest)
                         is_real = None if run.mask is None else run.mask.to(operator.device)
-                        rows = published.rows(layer, operator, query_positions, chosen)
+                        rows = published.rows(layer, operator, query_positions, settings)
                         row = published.raw_row(rows, is_real)
                     total, latest = carry(total.to(row), latest, layer) + row, layer
                 mean = carry(total, latest, run.layers[0]) / len(used_layers)
@@ -166,14 +166,14 @@ class ImplicitAttention(ImplicitMethod):
             with ``"heads"``. For a mixer of windows of a 2-D map, L is the number of tokens of the
             map, in row-major order, and entries between different windows are 0.
         """
-        chosen = options(components, reduce, heads, 0, "paper", verify, keep_channels=True)
+        settings = options(components, reduce, heads, 0, "paper", verify, keep_channels=True)
 
         def make(run: Run, layer: Layer) -> Tensor:
             # a view would keep a wider matrix in memory
-            matrix = chosen.operator(layer).dense(chosen.reduce).contiguous()
+            matrix = settings.operator(layer).dense(settings.reduce).contiguous()
             return matrix.to(run.request.inputs.device)
 
-        return self._of_layers(inputs, layers, additional_forward_args, chosen, make)
+        return self._of_layers(inputs, layers, additional_forward_args, settings, make)
 
     def states(
         self,
@@ -201,8 +201,8 @@ class ImplicitAttention(ImplicitMethod):
             One tensor (B, len(channels), N, L, L) per layer.  Bidirectional mixers have 2 N states,
             first of the forward direction, then of the backward direction, in the order of tokens.
         """
-        chosen, make = prepare_states(channels, components, verify)
-        return self._of_layers(inputs, layers, additional_forward_args, chosen, make)
+        settings, make = each_state(channels, components, verify)
+        return self._of_layers(inputs, layers, additional_forward_args, settings, make)
 
     def factors(
         self,
@@ -225,5 +225,5 @@ class ImplicitAttention(ImplicitMethod):
             One :class:`~captum_ssm.attr.engine.selection.Factors` per layer, with the states in the
             order of :meth:`states`.
         """
-        chosen, make = prepare_factors(channels, simplified, verify)
-        return self._of_layers(inputs, layers, additional_forward_args, chosen, make)
+        settings, make = each_factor(channels, simplified, verify)
+        return self._of_layers(inputs, layers, additional_forward_args, settings, make)

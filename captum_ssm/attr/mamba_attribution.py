@@ -106,7 +106,7 @@ class MambaAttribution(ImplicitMethod):
             CaptumSSMError: as in :meth:`ImplicitAttention.attribute`.
             GradientModeError: under ``torch.inference_mode()``.
         """
-        chosen = options(components, reduce, heads, start_layer, recipe, verify)
+        settings = options(components, reduce, heads, start_layer, recipe, verify)
         budget = Budget.parse(memory_budget)
         checks.flags(normalize_rows=normalize_rows)
         checks.choice("clamp", clamp, CLAMPS)
@@ -117,7 +117,7 @@ class MambaAttribution(ImplicitMethod):
             )
 
         def relevance(run: Run) -> Tensor:
-            used_layers = chosen.used(run.layers)
+            used_layers = settings.used(run.layers)
             gradients = _gradients(run, used_layers)
             if recipe == "paper":
                 weights = {layer: g.mean(-1, keepdim=True) for layer, g in gradients.items()}
@@ -135,20 +135,20 @@ class MambaAttribution(ImplicitMethod):
                         layer,
                         operator.shape.batch * operator.shape.tokens**2,
                         budget.on(operator.device) // operator.dtype.itemsize,
-                        lambda: operator.dense(chosen.reduce),
+                        lambda: operator.dense(settings.reduce),
                     )
-                    return in_strips(operator, chosen.reduce, budget, weighted, alpha)
+                    return in_strips(operator, settings.reduce, budget, weighted, alpha)
 
-                return fold(run.layers, run.weights, step, chosen, normalize_rows)
+                return fold(run.layers, run.weights, step, settings, normalize_rows)
 
             query_at = published.query_positions(run.weights)
 
             def row_of(layer: Layer, operator: Operator) -> Tensor:
-                rows = published.rows(layer, operator, query_at, chosen)
+                rows = published.rows(layer, operator, query_at, settings)
                 gradient = layer.in_order(gradients[layer])
-                return published.class_row(rows, gradient, run.mask, chosen)
+                return published.class_row(rows, gradient, run.mask, settings)
 
-            return published.fold(run.layers, query_at, row_of, chosen)
+            return published.fold(run.layers, query_at, row_of, settings)
 
         return self._attribute(
             inputs,

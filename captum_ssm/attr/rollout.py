@@ -93,7 +93,7 @@ class ImplicitAttentionRollout(ImplicitMethod):
         Raises:
             CaptumSSMError: as in :meth:`ImplicitAttention.attribute`.
         """
-        chosen = options(components, reduce, heads, start_layer, recipe, verify)
+        settings = options(components, reduce, heads, start_layer, recipe, verify)
         checks.flags(normalize_rows=normalize_rows, absolute=absolute)
         discard_ratio = checks.ratio("discard_ratio", discard_ratio)
         budget = Budget.parse(memory_budget)
@@ -108,12 +108,15 @@ class ImplicitAttentionRollout(ImplicitMethod):
             """Return a layer's alpha; kept as a whole only if the smallest entries are dropped."""
             scale = layer.linear.branch_scale
             if not changes_entries:
-                return scaled(reduced(operator, chosen.reduce, budget), scale)
+                return scaled(reduced(operator, settings.reduce, budget), scale)
             if discard_ratio == 0:  # only ``absolute`` is set
                 return in_strips(
-                    operator, chosen.reduce, budget, lambda strip: strip.entries.mul_(scale).abs_()
+                    operator,
+                    settings.reduce,
+                    budget,
+                    lambda strip: strip.entries.mul_(scale).abs_(),
                 )
-            matrix = scale * operator.dense(chosen.reduce)
+            matrix = scale * operator.dense(settings.reduce)
             return stored(_drop_smallest(matrix.abs() if absolute else matrix, discard_ratio))
 
         def relevance(run: Run) -> Tensor:
@@ -122,10 +125,10 @@ class ImplicitAttentionRollout(ImplicitMethod):
                 return published.fold(
                     run.layers,
                     query_at,
-                    lambda layer, op: published.rows(layer, op, query_at, chosen).mean(1),
-                    chosen,
+                    lambda layer, op: published.rows(layer, op, query_at, settings).mean(1),
+                    settings,
                 )
-            return fold(run.layers, run.weights, step, chosen, normalize_rows)
+            return fold(run.layers, run.weights, step, settings, normalize_rows)
 
         return self._attribute(
             inputs,

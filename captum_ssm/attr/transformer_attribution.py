@@ -118,7 +118,7 @@ class TransformerAttribution(ImplicitMethod):
             CaptumSSMError: as in :meth:`ImplicitAttention.attribute`.
             GradientModeError: under ``torch.inference_mode()``.
         """
-        chosen = options(components, "mean", heads, start_layer, "paper", verify)
+        settings = options(components, "mean", heads, start_layer, "paper", verify)
         checks.flags(normalize_rows=normalize_rows)
 
         # the coefficients g of all layers, for each target still to explain: the first call of
@@ -126,7 +126,7 @@ class TransformerAttribution(ImplicitMethod):
         pending: list[list[Tensor]] = []
 
         def relevance(run: Run) -> Tensor:
-            layers = chosen.used(run.layers)
+            layers = settings.used(run.layers)
             at_outputs = run.gradients([x.output for x in layers], [x.name for x in layers])
             gradients = dict(zip(layers, at_outputs, strict=True))
             if self.form == "lrp" and not pending:
@@ -137,11 +137,11 @@ class TransformerAttribution(ImplicitMethod):
 
             def step(layer: Layer, operator: Operator) -> LayerMatrix:
                 return stored(
-                    _beta(layer, operator, gradients[layer], coefficient_of[layer], chosen.heads)
+                    _beta(layer, operator, gradients[layer], coefficient_of[layer], settings.heads)
                 )
 
             with recordable(run.request.model):  # gradients pass the output projections again
-                return fold(run.layers, run.weights, step, chosen, normalize_rows)
+                return fold(run.layers, run.weights, step, settings, normalize_rows)
 
         return self._attribute(
             inputs,
@@ -173,7 +173,7 @@ def _beta(
     gradient = _before_projection(linear, layer.in_order(gradient))[:, :, used_heads]
     if coefficient is not None:
         coefficient = _before_projection(linear, layer.in_order(coefficient))[:, :, used_heads]
-    return _weighted(operator, linear.values[:, :, used_heads], gradient, coefficient)
+    return _mean_over_heads(operator, linear.values[:, :, used_heads], gradient, coefficient)
 
 
 def _before_projection(linear: LinearMixer, gradient: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def _before_projection(linear: LinearMixer, gradient: Tensor) -> Tensor:
     return gradient_before
 
 
-def _weighted(
+def _mean_over_heads(
     operator: Operator, values: Tensor, gradient: Tensor, coefficient: Tensor | None
 ) -> Tensor:
     """Return the mean over heads of (grad . R)+ (B, L, L), computed for some heads at a time.

@@ -63,22 +63,22 @@ def count(name: str, value: Any) -> int | None:
     return number
 
 
-def integers(name: str, value: Any, meant: str) -> tuple[int, ...]:
+def integers(name: str, value: Any, noun: str) -> tuple[int, ...]:
     """Check a list, tuple, range, tensor or array (n,) of integers, and return it as a tuple.
 
     Args:
         name, value: the option's name and value.
-        meant: a noun for the integers in the error message, such as ``"heads"``.
+        noun: a noun for the integers in the error message, such as ``"heads"``.
     """
     entries = value.tolist() if isinstance(value, Tensor | np.ndarray) else value
     if isinstance(entries, str) or not isinstance(entries, Iterable):
         suggested = f"[{entries}]" if as_integer(entries) is not None else "[0, 1]"
         raise OptionError(
-            f"{name}={value!r} is not a list. Pass a list of {meant}, such as {name}={suggested}."
+            f"{name}={value!r} is not a list. Pass a list of {noun}, such as {name}={suggested}."
         )
-    listed = list(entries)
-    numbers = [as_integer(entry) for entry in listed]
-    for entry, number in zip(listed, numbers, strict=True):
+    items = list(entries)
+    numbers = [as_integer(entry) for entry in items]
+    for entry, number in zip(items, numbers, strict=True):
         if number is None:
             raise OptionError(f"{name} contains {entry!r}. Pass integers, such as {name}=[0, 1].")
     return tuple(number for number in numbers if number is not None)

@@ -22,7 +22,7 @@ from .targets import CONTRASTS, Each
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 #: Advice in the error for an argument that only other methods or other tools have.
-_INSTEAD = {
+_ADVICE = {
     "baselines": "This method does not replace the inputs. Leave baselines out; to compare with a "
     "different output, pass contrast= if the method has it, or explain both and subtract.",
     "feature_mask": "Relevance is computed for each token. Leave feature_mask out, and sum over "
@@ -52,7 +52,7 @@ def bound(
     name: str,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    advice: Mapping[str, str] = _INSTEAD,
+    advice: Mapping[str, str] = _ADVICE,
 ) -> inspect.BoundArguments:
     """Bind arguments to a signature; an error shows the function's ``name`` and ``advice``."""
     try:
@@ -75,7 +75,7 @@ def check_model(forward_func: Any, model: Any) -> None:
         )
     if hasattr(model, "encode") and hasattr(model, "decode"):
         raise ModelNotFoundError(
-            f"model is a tokenizer, {type(model).__name__}. {_INSTEAD['tokenizer']}"
+            f"model is a tokenizer, {type(model).__name__}. {_ADVICE['tokenizer']}"
         )
 
 

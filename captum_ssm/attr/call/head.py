@@ -77,7 +77,7 @@ def kept_positions(
     inputs: Tensor,
     additional: tuple[Any, ...],
     questions: Iterable[Against],
-    read: Sequence[nn.Module] = (),
+    read_modules: Sequence[nn.Module] = (),
 ) -> Kept | None:
     """Return the positions at which the head must run; None if the head must run at all positions.
 
@@ -89,10 +89,12 @@ def kept_positions(
         inputs: the first input.
         additional: further arguments of forward_func.
         questions: the targets and contrasts.
-        read: further modules whose activations are needed. Default: none.
+        read_modules: further modules whose activations are needed. Default: none.
     """
     arguments = (inputs, *additional)
-    if inputs.dim() not in (2, 3) or not _head_can_be_limited(forward_func, arguments, read):
+    if inputs.dim() not in (2, 3) or not _head_can_be_limited(
+        forward_func, arguments, read_modules
+    ):
         return None
     batch, tokens = inputs.shape[:2]
     all_logits = torch.zeros(()).expand(batch, tokens, _ANY_VOCABULARY)  # the memory of a scalar
@@ -105,7 +107,7 @@ def kept_positions(
         # a named contrast is computed at the target's own positions
         contrasts = () if contrast is None or is_named else (contrast,)
         try:
-            indices = [target_index(each, all_logits) for each in (question.target, *contrasts)]
+            indices = [target_index(target, all_logits) for target in (question.target, *contrasts)]
         except TargetError:  # raised again with the output's shape, after the run
             return None
         for index in indices:
@@ -116,11 +118,11 @@ def kept_positions(
 
 
 def _head_can_be_limited(
-    forward_func: Callable[..., Any], arguments: Sequence[Any], read: Sequence[nn.Module]
+    forward_func: Callable[..., Any], arguments: Sequence[Any], read_modules: Sequence[nn.Module]
 ) -> bool:
     """Return True if a transformers model can run its head at some positions only.
 
-    Return False if hooks on the head, or the modules in ``read``, need logits of all positions.
+    Return False if hooks on the head, or ``read_modules``, need logits of all positions.
     """
     model: Any = runnable(forward_func)
     if not isinstance(model, nn.Module):
@@ -142,7 +144,7 @@ def _head_can_be_limited(
     if by_name.get(_ARGUMENT) is not None or by_name.get("labels") is not None:
         return False
     head = model.get_output_embeddings()
-    if any(part is head for module in read for part in module.modules()):
+    if any(part is head for module in read_modules for part in module.modules()):
         return False
     return type(head) is nn.Linear and not (
         _is_changed(model) or _is_changed(head) or _has_any_global_hook()  # type: ignore[no-untyped-call]

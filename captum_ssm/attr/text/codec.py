@@ -79,11 +79,11 @@ class Codec:
         spans = getattr(encoding, "offsets", None)  # only the tokenizers library has offsets
         return torch.tensor(ids, dtype=torch.long), spans or self._match_spans(text, ids)
 
-    def read(self, ids: Tensor) -> tuple[str, list[Span]]:
+    def decode_with_spans(self, ids: Tensor) -> tuple[str, list[Span]]:
         """Decode token ids (L,); return the text, and the span of characters of each token."""
         text = self.text_of(ids)
         try:
-            return text, find_spans(text, ids.tolist(), self._tokenizer.decode, self._marks)
+            return text, find_spans(text, ids.tolist(), self._tokenizer.decode, self._special_ids)
         except InputError as error:
             raise InputError(
                 f"Spans of characters need the characters of each token, which cannot be found "
@@ -103,14 +103,14 @@ class Codec:
             return None
         tokens, text = ids.tolist(), self.text_of(ids).rstrip(NO_TEXT)  # cut inside a character
         try:
-            spans = find_spans(text, tokens, self._tokenizer.decode, self._marks)
+            spans = find_spans(text, tokens, self._tokenizer.decode, self._special_ids)
         except InputError:
             return None
         pieces: list[str | None] = []
         end_so_far, span_before = 0, (0, 0)
         for token, (start, end) in zip(tokens, spans, strict=True):
             # a special token, or one whose characters were cut off
-            if start == end and (token in self._marks or end == len(text)):
+            if start == end and (token in self._special_ids or end == len(text)):
                 pieces.append(None)
             else:
                 pieces.append("" if (start, end) == span_before else text[end_so_far:end])
@@ -119,7 +119,7 @@ class Codec:
         return pieces
 
     @property
-    def _marks(self) -> set[int]:
+    def _special_ids(self) -> set[int]:
         """The ids of special tokens, which have no text. The unknown token is not included."""
         marks = set(getattr(self._tokenizer, "all_special_ids", ()))
         marks.discard(getattr(self._tokenizer, "unk_token_id", None))
@@ -128,7 +128,7 @@ class Codec:
     def _match_spans(self, text: str, ids: list[int]) -> list[Span]:
         """Find each token's span of characters in a text, if the tokenizer returns no offsets."""
         try:
-            return find_spans(text, ids, self._tokenizer.decode, self._marks)
+            return find_spans(text, ids, self._tokenizer.decode, self._special_ids)
         except InputError as error:
             raise InputError(
                 f"A TextTemplateInput needs the characters of each token, but {self._name} returns "
@@ -173,7 +173,7 @@ Pieces: TypeAlias = list[str | None]
 #: The first character of a token, and the character after the last.
 Span: TypeAlias = tuple[int, int]
 #: A function that decodes token ids to text.
-Read: TypeAlias = Callable[[Sequence[int]], str]
+Decode: TypeAlias = Callable[[Sequence[int]], str]
 
 #: The text to which tokenizers decode incomplete characters.
 NO_TEXT = "\N{REPLACEMENT CHARACTER}"
@@ -186,7 +186,7 @@ _MOST = 20_000
 _QUOTED = 20
 
 
-def find_spans(text: str, ids: Sequence[int], read: Read, silent: Container[int]) -> list[Span]:
+def find_spans(text: str, ids: Sequence[int], decode: Decode, silent: Container[int]) -> list[Span]:
     """Find the characters of each token, by decoding tokens and comparing them with the text.
 
     All tokens that make one character get the span of this character. Differences in whitespace and
@@ -195,7 +195,7 @@ def find_spans(text: str, ids: Sequence[int], read: Read, silent: Container[int]
     Args:
         text: the text that was encoded.
         ids: the token ids of the text.
-        read: function that decodes token ids.
+        decode: function that decodes token ids.
         silent: ids without text, such as special tokens.
 
     Returns:
@@ -211,7 +211,7 @@ def find_spans(text: str, ids: Sequence[int], read: Read, silent: Container[int]
             spans.append((at, at))
             latest = []
             continue
-        count, piece = _decode_whole(ids[len(spans) : len(spans) + _LONGEST], latest, read)
+        count, piece = _decode_whole(ids[len(spans) : len(spans) + _LONGEST], latest, decode)
         start, end = _locate(text, at, piece)
         spans += [(start, end)] * count
         at, latest = end, list(ids[len(spans) - count : len(spans)])
@@ -220,14 +220,14 @@ def find_spans(text: str, ids: Sequence[int], read: Read, silent: Container[int]
     return spans
 
 
-def _decode_whole(ids: Sequence[int], before: list[int], read: Read) -> tuple[int, str]:
+def _decode_whole(ids: Sequence[int], before: list[int], decode: Decode) -> tuple[int, str]:
     """Return how many leading tokens decode to whole characters (at least 1), and their text."""
-    prefix = read(before) if before else ""
+    prefix = decode(before) if before else ""
     for count in range(1, len(ids) + 1):  # a character may have several tokens
         group = list(ids[:count])
-        text = read(before + group)
+        text = decode(before + group)
         # some tokens decode differently by themselves: "##ing" in "going"
-        piece = text.removeprefix(prefix) if text.startswith(prefix) else read(group)
+        piece = text.removeprefix(prefix) if text.startswith(prefix) else decode(group)
         if piece and NO_TEXT not in piece:
             return count, piece
     return len(ids), ""

@@ -100,7 +100,7 @@ def _as_range(name: str, entry: Any) -> range:
 
 def _split_at(separator: re.Pattern[str], ids: Tensor, codec: Codec) -> list[range]:
     """Return spans between separators; a token is in the span of the token's first character."""
-    text, token_spans = codec.read(ids)
+    text, token_spans = codec.decode_with_spans(ids)
     starts = [0, *(match.end() for match in separator.finditer(text))]
     return _tokens_of_spans(starts, text, token_spans)
 
@@ -142,7 +142,7 @@ def with_spans(prompt: Prompt, spans: Any, codec: Codec, messages: Any) -> Promp
         pieces = None
     else:
         if isinstance(spans, str) and checks.choice("prompt_spans", spans, PROMPT_SPANS) == "turn":
-            ranges = _turns(ids, codec, messages)
+            ranges = _spans_of_turns(ids, codec, messages)
         else:
             ranges = read_spans("prompt_spans", spans, ids, codec)
         features = torch.full((len(ids),), -1)
@@ -193,7 +193,7 @@ def _features_of_mask(mask: Tensor, ids: Tensor) -> tuple[Tensor, list[str]]:
     return index, [f"feature {value}" for value in values.tolist()]
 
 
-def _turns(ids: Tensor, codec: Codec, messages: Any) -> list[range]:
+def _spans_of_turns(ids: Tensor, codec: Codec, messages: Any) -> list[range]:
     """Return one span per chat message, including the template's text before the message."""
     contents = [m.get("content") for m in messages] if _is_chat(messages) else []
     if not contents or not all(isinstance(content, str) for content in contents):
@@ -201,7 +201,7 @@ def _turns(ids: Tensor, codec: Codec, messages: Any) -> list[range]:
             "prompt_spans='turn' needs a prompt that is a list of chat messages {'role': ..., "
             "'content': ...}. Pass 'paragraph', a compiled pattern, or ranges of tokens."
         )
-    text, token_spans = codec.read(ids)
+    text, token_spans = codec.decode_with_spans(ids)
     starts, search_start = [0], 0
     for content in contents[:-1]:
         start = text.find(content.strip(), search_start)

@@ -111,8 +111,8 @@ class Contributions:
         direction = direction.to(self.weight)
         for step in reversed(self._behind):
             direction = step.back(direction)
-        size = direction.shape[:-1]
-        before = direction.new_zeros(*size, self.channels)  # (..., B, L, C)
+        shape = direction.shape[:-1]
+        before = direction.new_zeros(*shape, self.channels)  # (..., B, L, C)
         if are_noted(direction):  # a range of queries, found without waiting for the GPU
             queries = nonzero_range(direction.ne(0).any(-1)) if within is None else within
             rows = slice(queries.start, queries.stop)
@@ -120,7 +120,7 @@ class Contributions:
         else:
             is_query = direction.ne(0).any(-1)
             before[is_query] = direction[is_query] @ self.weight.T
-        before = before.view(*size, *self.shape[2:])
+        before = before.view(*shape, *self.shape[2:])
         out = self.paths[0].toward(before)
         for path in self.paths[1:]:
             out = out + path.toward(before)
@@ -137,25 +137,25 @@ class Contributions:
 
 
 def tiles(
-    parts: Sequence[Contributions], index: Tensor, stream: Tensor | None = None
+    mixers: Sequence[Contributions], index: Tensor, stream: Tensor | None = None
 ) -> Iterator[Tile]:
     """Yield the vectors of some queries in tiles; sources whose vectors are 0 may be missing.
 
     Args:
-        parts: the contributions of parallel mixers, whose vectors are added.
+        mixers: the contributions of parallel mixers, whose vectors are added.
         index: positions of the queries (B, Q), on the CPU to avoid a synchronization.
         stream: the residual stream (B, L, E), added to the vectors T_i(x_i). Default: None.
     """
-    goes_by_scan = len(parts) == 1 and _suits_scan_tiles(index)
-    scans = scanned(parts[0].paths) if goes_by_scan else None
+    goes_by_scan = len(mixers) == 1 and _suits_scan_tiles(index)
+    scans = scanned(mixers[0].paths) if goes_by_scan else None
     if scans is None:
-        yield from _tiles_by_query(parts, index, stream)
+        yield from _tiles_by_query(mixers, index, stream)
         return
-    on_device = index.to(parts[0].weight.device)
+    on_device = index.to(mixers[0].weight.device)
     for queries, sources, entries in scan_tiles(scans.ahead, scans.back, index[0].tolist()):
         # one product for all pairs of an example; entries may lie in any order
-        vectors = torch.unflatten(entries.flatten(1, 2) @ parts[0].weight, 1, entries.shape[1:3])
-        vectors = parts[0].behind(vectors, on_device[:, queries])
+        vectors = torch.unflatten(entries.flatten(1, 2) @ mixers[0].weight, 1, entries.shape[1:3])
+        vectors = mixers[0].behind(vectors, on_device[:, queries])
         if stream is not None:
             _add_stream_at_queries(vectors, on_device[:, queries], sources, stream)
         yield Tile(queries, sources, vectors)
@@ -187,20 +187,20 @@ def _suits_scan_tiles(index: Tensor) -> bool:
 
 
 def _tiles_by_query(
-    parts: Sequence[Contributions], index: Tensor, stream: Tensor | None
+    mixers: Sequence[Contributions], index: Tensor, stream: Tensor | None
 ) -> Iterator[Tile]:
     """Yield tiles for any operator, by computing one row of the operator's matrix per query."""
-    batch, tokens = parts[0].shape[:2]
-    widest = max(max(part.weight.shape) for part in parts)
-    elements = at_a_time(_TILE_ELEMENTS, parts[0].weight.device)
+    batch, tokens = mixers[0].shape[:2]
+    widest = max(max(mixer.weight.shape) for mixer in mixers)
+    elements = at_a_time(_TILE_ELEMENTS, mixers[0].weight.device)
     queries_at_once = max(1, elements // (batch * tokens * widest))
-    on_device = index.to(parts[0].weight.device)
+    on_device = index.to(mixers[0].weight.device)
 
     def rows_of(query_range: range) -> tuple[slice, list[Tensor]]:
         """Return a slice of queries, and each mixer's vectors before the projection."""
         queries = slice(query_range.start, query_range.stop)
         at = on_device[:, queries]
-        return queries, [part.before_projection(at) for part in parts]  # (q, B, L, C) each
+        return queries, [mixer.before_projection(at) for mixer in mixers]  # (q, B, L, C) each
 
     for queries, rows in as_memory_allows(range(index.shape[1]), queries_at_once, rows_of):
         at = on_device[:, queries]
@@ -209,9 +209,9 @@ def _tiles_by_query(
             """Return the tile of a range of sources, with vectors added over parallel mixers."""
             sources = slice(source_range.start, source_range.stop)
             vectors: Tensor | None = None  # (B, q, s, E)
-            for row, part in zip(rows, parts, strict=True):
-                term = (row[:, :, sources] @ part.weight).transpose(0, 1)  # q, B, s to B, q, s
-                term = part.behind(term, on_device[:, queries])
+            for row, mixer in zip(rows, mixers, strict=True):
+                term = (row[:, :, sources] @ mixer.weight).transpose(0, 1)  # q, B, s to B, q, s
+                term = mixer.behind(term, on_device[:, queries])
                 vectors = term if vectors is None else vectors.add_(term)
             assert vectors is not None
             if stream is not None:

@@ -62,8 +62,8 @@ class AltiShares:
         writers, feeders = stage_parts(stage)
         # bare: the mixer's own output is the layer's output, so no affine steps follow it
         is_bare = len(writers) == 1 and not (residual and writers[0].has_stream)
-        self._parts = [Contributions(w, activation, () if is_bare else w.way) for w in writers]
-        self._output = torch.stack([x.total() for x in self._parts]).sum(0)  # (B, L, E)
+        self._mixers = [Contributions(w, activation, () if is_bare else w.way) for w in writers]
+        self._output = torch.stack([mixer.total() for mixer in self._mixers]).sum(0)  # (B, L, E)
         self._stream: Tensor | None = None
         if residual and writers[-1].has_stream:
             self._stream = stream_of(writers[-1], streams, self._output)
@@ -84,7 +84,7 @@ class AltiShares:
         added_stream, index_on_host = self._stream if self._fed_by is None else None, index
         index = index.to(self._output.device)
         output = tokens_at(self._output, index)[:, :, None]  # (B, Q, 1, E)
-        for tile in tiles(self._parts, index_on_host, added_stream):
+        for tile in tiles(self._mixers, index_on_host, added_stream):
             shares[:, tile.queries, tile.sources] = _share(output[:, tile.queries], tile.vectors)
         if self._mask is not None:
             is_real = self._mask.to(shares)
@@ -146,11 +146,11 @@ class ProjectionShares:
         writers, feeders = stage_parts(stage)
         last = writers[-1]
         is_bare = len(writers) == 1 and not last.has_stream
-        self._parts = [Contributions(w, activation, () if is_bare else w.way) for w in writers]
+        self._mixers = [Contributions(w, activation, () if is_bare else w.way) for w in writers]
         self._feeders = [
             ProjectionShares([feeder], streams, activation=activation) for feeder in feeders
         ]
-        mixed = torch.stack([part.total() for part in self._parts]).sum(0)  # (B, L, E)
+        mixed = torch.stack([mixer.total() for mixer in self._mixers]).sum(0)  # (B, L, E)
         stream = stream_of(last, streams, mixed) if last.has_stream else torch.zeros_like(mixed)
         output = mixed + stream
         squared_norm = output.square().sum(-1, keepdim=True)
@@ -162,7 +162,7 @@ class ProjectionShares:
     def rmatvec(self, row: Tensor, within: range | None = None) -> Tensor:
         """Return rows (..., B, L) times the matrix; all rows are 0 outside the range ``within``."""
         direction = row[..., None] * self._direction
-        mixed = torch.stack([part.toward(direction, within) for part in self._parts]).sum(0)
+        mixed = torch.stack([mixer.toward(direction, within) for mixer in self._mixers]).sum(0)
         for feeder in reversed(self._feeders):
             mixed = feeder.rmatvec(mixed)
         return mixed + row * self._stream_share
