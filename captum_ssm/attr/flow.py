@@ -64,7 +64,7 @@ class FlowMethod(LinearMethod):
         by_layer: bool,
         **flags: bool,
     ) -> Rules:
-        """Check the options of the linear network, and return them as :class:`.Rules`."""
+        """Check the options, and return them as :class:`.Rules`; ``flags`` are its other flags."""
         name: Rule = self.default_rule if rule is None else checks.choice("rule", rule, FAMILY)
         checks.flags(zero_bias=zero_bias, **flags)
         if zero_bias and name not in ("frozen", "half"):

@@ -110,19 +110,18 @@ class LatimALTI(LatimMethod, ImplicitMethod):
             )
 
         def relevance(run: Run) -> Tensor:
+            """Multiply the query weights by the maps from last to first, or sum their products."""
             used_stages = stages(options.used(run.layers))
             row, mean, latest = run.weights, torch.zeros_like(run.weights), run.layers[-1]
             with torch.no_grad():
                 for stage in shown(used_stages[::-1]):
                     row = carry(row.to(stage[-1].values), latest, stage[-1])
                     mean, latest = carry(mean.to(row), latest, stage[-1]), stage[-1]
-                    product = check_row(
-                        self._mixing(stage, run, options.verify).rmatvec(row), latest
-                    )
+                    out = check_row(self._mixing(stage, run, options.verify).rmatvec(row), latest)
                     if aggregate == "rollout":
-                        row = product
+                        row = out
                     else:
-                        mean = mean + product / len(used_stages)
+                        mean = mean + out / len(used_stages)
                 return carry(row if aggregate == "rollout" else mean, latest, run.layers[0])
 
         return self._attribute(

@@ -111,10 +111,7 @@ class ImplicitAttentionRollout(ImplicitMethod):
                 return scaled(reduced(operator, settings.reduce, budget), scale)
             if discard_ratio == 0:  # only ``absolute`` is set
                 return in_strips(
-                    operator,
-                    settings.reduce,
-                    budget,
-                    lambda strip: strip.entries.mul_(scale).abs_(),
+                    operator, settings.reduce, budget, lambda x: x.entries.mul_(scale).abs_()
                 )
             matrix = scale * operator.dense(settings.reduce)
             return stored(_drop_smallest(matrix.abs() if absolute else matrix, discard_ratio))

@@ -32,7 +32,7 @@ from ...tracing.projection import projection_of
 from ...tracing.way import AffineStep, Way, along
 from ..engine.states import products_of
 from .scan_tiles import tiles as scan_tiles
-from .scanned import scanned
+from .scanned import scans_of
 from .taps import TapPath, TapShares, paths_of, silenced
 
 #: Largest number of elements of vectors before, and of vectors after the output projection (8 MiB
@@ -147,7 +147,7 @@ def tiles(
         stream: the residual stream (B, L, E), added to the vectors T_i(x_i). Default: None.
     """
     goes_by_scan = len(mixers) == 1 and _suits_scan_tiles(index)
-    scans = scanned(mixers[0].paths) if goes_by_scan else None
+    scans = scans_of(mixers[0].paths) if goes_by_scan else None
     if scans is None:
         yield from _tiles_by_query(mixers, index, stream)
         return

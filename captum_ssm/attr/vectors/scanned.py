@@ -14,7 +14,7 @@ from .scan_tiles import ScanRows
 from .taps import TapPath, TapShares, products
 
 
-class Scanned(NamedTuple):
+class ScanMatrices(NamedTuple):
     """The matrices of one scan, or of two scans in opposite directions whose outputs are added.
 
     Attributes:
@@ -26,7 +26,7 @@ class Scanned(NamedTuple):
     back: ScanRows | None
 
 
-def scanned(paths: Sequence[TapPath]) -> Scanned | None:
+def scans_of(paths: Sequence[TapPath]) -> ScanMatrices | None:
     """Return the matrices of all paths; None unless each path has the form of Mamba-1.
 
     The form is outer . (scan + skip) . inner, in one or both directions. Outer is a product of
@@ -40,7 +40,9 @@ def scanned(paths: Sequence[TapPath]) -> Scanned | None:
             if in_order is None or rows is None or in_order.backwards in by_direction:
                 return None
             by_direction[in_order.backwards] = rows
-    return Scanned(by_direction[False], by_direction.get(True)) if False in by_direction else None
+    return (
+        ScanMatrices(by_direction[False], by_direction.get(True)) if False in by_direction else None
+    )
 
 
 class _ScanProduct(NamedTuple):
@@ -55,7 +57,7 @@ def _in_scan_order(path: TapPath, parts: Sequence[Operator]) -> _ScanProduct | N
     """Remove the token reversals around a backward scan; return None for different reorderings."""
     outer, rest = _split_off_permutes(parts, lambda permute: permute.inverse)
     inner, middle = _split_off_permutes(rest[::-1], lambda permute: permute.order)
-    middle, inner = middle[::-1], inner[::-1]
+    middle, inner = middle[::-1], inner[::-1]  # back in the product's order
     orders = [permute.on_host for permute in (*outer, *inner)]
     orders += [] if path.token is None else [path.token]
     if not orders:
@@ -65,7 +67,7 @@ def _in_scan_order(path: TapPath, parts: Sequence[Operator]) -> _ScanProduct | N
         return None
     if not inner:  # path.token is the inner reordering, so the shares are reversed already
         return _ScanProduct(True, middle, path.shares)
-    if any(lag for lag, _ in path.shares):
+    if any(lag for lag, _ in path.shares):  # these lags would be negative in reverse order
         return None
     return _ScanProduct(True, middle, [(0, inner[0].apply(phi)) for _, phi in path.shares])
 
@@ -104,7 +106,7 @@ def _as_scan_rows(parts: Sequence[Operator], shares: TapShares) -> ScanRows | No
     if not (is_outer_diagonal and is_inner_banded and scan.b.dim() == 3):
         return None
     scan_input = _scan_input(shares, inner)
-    if min(scan_input) < 0:
+    if min(scan_input) < 0:  # a convolution looks ahead
         return None
     one = scan.dt.new_ones(1, 1, 1, 1)
     summands = core.parts if isinstance(core, Sum) else ()

@@ -60,7 +60,7 @@ class AltiShares:
         mask: Tensor | None = None,
     ) -> None:
         writers, feeders = stage_parts(stage)
-        # bare: the mixer's own output is the layer's output, so no affine steps follow it
+        # bare: no residual stream is added, so no steps follow the mixer's output
         is_bare = len(writers) == 1 and not (residual and writers[0].has_stream)
         self._mixers = [Contributions(w, activation, () if is_bare else w.way) for w in writers]
         self._output = torch.stack([mixer.total() for mixer in self._mixers]).sum(0)  # (B, L, E)
@@ -68,8 +68,7 @@ class AltiShares:
         if residual and writers[-1].has_stream:
             self._stream = stream_of(writers[-1], streams, self._output)
             self._output = self._output + self._stream
-        # the product of the feeding layers' matrices (B, L, L)
-        self._fed_by: Tensor | None = None
+        self._fed_by: Tensor | None = None  # product of the feeders' matrices (B, L, L)
         for feeder in feeders:
             matrix = AltiShares([feeder], streams, activation=activation, mask=mask).matrix()
             self._fed_by = matrix if self._fed_by is None else matrix @ self._fed_by
