@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import InputError, OptionError
 from ..tracing import Graph, find_model
 from .call import checks
-from .call.given import Reader, called_by_name
+from .call.given import Reader, with_argument_advice
 from .call.inputs import (
     BatchPart,
     as_tuple,
@@ -150,7 +150,7 @@ def aligned(before: Sequence[Any], after: Sequence[Any]) -> list[tuple[int | Non
     return pairs
 
 
-@called_by_name
+@with_argument_advice
 def compare(
     forward_func: Callable[..., Any],
     inputs: Any,
@@ -218,7 +218,7 @@ def compare(
     """
     args = {"inputs": inputs, "target": target, "additional_forward_args": additional_forward_args}
     reader = Reader(tokenizer, forward_func, model)
-    reader.read(args, {})
+    reader.convert(args, {})
     target = args["target"]
     tensor, _ = single_input(args["inputs"])
     additional = as_tuple(args["additional_forward_args"])

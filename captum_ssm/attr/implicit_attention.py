@@ -202,8 +202,8 @@ class ImplicitAttention(ImplicitMethod):
             One tensor (B, len(channels), N, L, L) per layer.  Bidirectional mixers have 2 N states,
             first of the forward direction, then of the backward direction, in the order of tokens.
         """
-        settings, make = each_state(channels, components, verify)
-        return self._of_layers(inputs, layers, additional_forward_args, settings, make)
+        chosen, make = each_state(channels, components, verify)
+        return self._of_layers(inputs, layers, additional_forward_args, chosen, make)
 
     def factors(
         self,
@@ -226,5 +226,5 @@ class ImplicitAttention(ImplicitMethod):
             One :class:`~captum_ssm.attr.engine.selection.Factors` per layer, with the states in the
             order of :meth:`states`.
         """
-        settings, make = each_factor(channels, simplified, verify)
-        return self._of_layers(inputs, layers, additional_forward_args, settings, make)
+        chosen, make = each_factor(channels, simplified, verify)
+        return self._of_layers(inputs, layers, additional_forward_args, chosen, make)

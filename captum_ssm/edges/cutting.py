@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attr.call import checks
-from ..attr.call.given import called_by_name
+from ..attr.call.given import with_argument_advice
 from ..errors import InputError, NoMixerError, OptionError, QueryError
 from ..mixers.base import Call
 from ..tracing import Mixer, find_mixers, find_model
@@ -30,7 +30,7 @@ from .pairs import KINDS, Edges
 _NAMED = ("layers", "sources", "targets", "heads", "component")
 
 
-@called_by_name
+@with_argument_advice
 @contextmanager
 def knock_out(
     model: nn.Module | Callable[..., Any],

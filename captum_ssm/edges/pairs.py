@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attr.call import checks
-from ..attr.call.given import bound
+from ..attr.call.given import bind_arguments
 from ..errors import NoMixerError, OptionError, QueryError
 from ..operators.base import COMPONENTS
 from ..operators.kernels.rows import slices
@@ -48,7 +48,7 @@ def _with_names_in_errors(cls: type[Edges]) -> type[Edges]:
 
     @functools.wraps(init)
     def checked(self: Edges, *args: Any, **kwargs: Any) -> None:
-        bound(signature, cls.__name__, args, kwargs, advice={})
+        bind_arguments(signature, cls.__name__, args, kwargs, advice={})
         init(self, *args, **kwargs)
 
     cls.__init__ = checked  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..attr.call import checks
-from ..attr.call.given import called_by_name
+from ..attr.call.given import with_argument_advice
 from ..attr.call.inputs import BatchPart, single_input
 from ..attr.call.progress import bar
 from ..attr.call.targets import Against, target_index
@@ -30,7 +30,7 @@ from .parts import Parts
 Nodes = Mapping[Layer, Dictionary | None] | Sequence[Layer | Feature]
 
 
-@called_by_name
+@with_argument_advice
 def attribution_graph(
     forward_func: Callable[..., Any],
     inputs: Tensor | tuple[Tensor, ...],

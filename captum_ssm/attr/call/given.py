@@ -34,20 +34,20 @@ _ADVICE = {
 }
 
 
-def called_by_name(function: Function) -> Function:
+def with_argument_advice(function: Function) -> Function:
     """Wrap a function or ``__init__`` so that errors for wrong arguments include advice."""
     signature = inspect.signature(function)
 
     @in_place_of(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         name = args[0].name if function.__name__ == "__init__" else function.__name__
-        arguments = bound(signature, name, args, kwargs)
+        arguments = bind_arguments(signature, name, args, kwargs)
         return function(*arguments.args, **arguments.kwargs)
 
     return wrapper
 
 
-def bound(
+def bind_arguments(
     signature: inspect.Signature,
     name: str,
     args: tuple[Any, ...],
@@ -79,7 +79,7 @@ def check_model(forward_func: Any, model: Any) -> None:
         )
 
 
-def reads_any(function: Function, name: str) -> Function:
+def accept_texts(function: Function, name: str) -> Function:
     """Wrap a method to accept texts, a tokenizer's output, ``tokenizer`` and ``show_progress``."""
     signature = inspect.signature(function)
     parameters = signature.parameters
@@ -94,9 +94,9 @@ def reads_any(function: Function, name: str) -> Function:
             kwargs["inputs"] = added.pop(key)
         # a function without this parameter must not get it
         show = kwargs.get("show_progress", False) if own else kwargs.pop("show_progress", False)
-        arguments = bound(signature, f"{self.name}.{name}", (self, *args), kwargs)
+        arguments = bind_arguments(signature, f"{self.name}.{name}", (self, *args), kwargs)
         reader = Reader(added.pop("tokenizer", None), self.forward_func, self.model)
-        reader.read(arguments.arguments, added)
+        reader.convert(arguments.arguments, added)
         with bar(self.name, show):
             return function(*arguments.args, **arguments.kwargs)
 
@@ -118,7 +118,7 @@ class Reader:
         self.codec = tokenizer if is_codec else Codec(tokenizer)
         self._forward_func, self._model = forward_func, model
 
-    def read(self, arguments: dict[str, Any], tensors: dict[str, Any]) -> None:
+    def convert(self, arguments: dict[str, Any], tensors: dict[str, Any]) -> None:
         """Convert a call's ``arguments`` in place; add ``tensors``, such as an attention_mask."""
         inputs = ids_if_unpadded(arguments["inputs"])
         if isinstance(inputs, Mapping):

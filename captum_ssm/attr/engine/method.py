@@ -29,7 +29,7 @@ from ...tracing import (
     repaired_scans,
 )
 from ..call import checks
-from ..call.given import called_by_name, check_model, reads_any
+from ..call.given import accept_texts, check_model, with_argument_advice
 from ..call.inputs import BatchPart, as_tuple, batch_parts, check_batch, single_input
 from ..call.progress import shown
 from ..call.query import Query, asked_tokens, check_query, needs_readers, query_weights
@@ -77,11 +77,11 @@ class Explainer:
         cls.name = vars(cls).get("name", cls.__name__)
         for name, function in list(vars(cls).items()):
             if name == "__init__":
-                setattr(cls, name, called_by_name(function))
+                setattr(cls, name, with_argument_advice(function))
             elif not name.startswith("_") and "inputs" in _parameters(function):
-                setattr(cls, name, reads_any(function, name))
+                setattr(cls, name, accept_texts(function, name))
 
-    @called_by_name
+    @with_argument_advice
     def __init__(
         self,
         forward_func: Callable[..., Any],

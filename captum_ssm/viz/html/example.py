@@ -77,7 +77,7 @@ def read_examples(
         given["target"] = reader.target(target)
     else:
         given["inputs"] = inputs
-        reader.read(given, {})
+        reader.convert(given, {})
         inputs = given["inputs"]
     target, additional = given["target"], as_tuple(given["additional_forward_args"])
     if are_texts or not isinstance(inputs, Tensor | tuple):

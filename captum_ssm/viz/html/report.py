@@ -11,7 +11,7 @@ from torch import nn
 
 from ..._files import make_folder, write_whole
 from ...attr.call import checks
-from ...attr.call.given import called_by_name
+from ...attr.call.given import with_argument_advice
 from ...attr.call.inputs import batch_parts
 from ...attr.call.progress import bar, shown
 from ...attr.catalogue import DEFAULT, with_rules
@@ -35,7 +35,7 @@ _MOST_CUTS = 60
 _NOT_OF_ANSWERS = "target additional_forward_args tokens labels shown_layers cuts graph matrices"
 
 
-@called_by_name
+@with_argument_advice
 def report(
     forward_func: Callable[..., Any],
     inputs: Any,
