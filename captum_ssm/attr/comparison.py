@@ -248,9 +248,7 @@ def compare(
             with _shared_run(own), part.counting():
                 rest = part.target(target), tuple(part(a) for a in additional)
                 for name, method in shown(list(instances.items()), list(instances)):
-                    options = {
-                        k: _select_examples(part, k, v) for k, v in options_by_method[name].items()
-                    }
+                    options = {k: _select(part, k, v) for k, v in options_by_method[name].items()}
                     arguments = (part(embedded.get(name, tensor)), *rest)
                     by_token = per_token or name in embedded
                     is_own = isinstance(method, SSMAttribution)
@@ -410,9 +408,9 @@ def _options_by_method(
     return {name: dicts.get(name, {}) for name in methods}
 
 
-def _select_examples(cut: BatchPart, name: str, value: Any) -> Any:
-    """Return an option's value for the part of the batch that ``cut`` selects."""
-    return cut.target(value) if name == "contrast" else cut(value)
+def _select(part: BatchPart, name: str, value: Any) -> Any:
+    """Return an option's value for the ``part`` of the batch."""
+    return part.target(value) if name == "contrast" else part(value)
 
 
 def _examples_to_run(method: Attribution, options: Mapping[str, Any], batch: int) -> int | None:
@@ -434,13 +432,11 @@ def _relevance(
 ) -> tuple[Any, Sums | None]:
     """Call a method; return relevance (per token, for Captum's methods too) and :class:`.Sums`."""
     inputs, target, additional = arguments
-    keywords = {"target": target, "additional_forward_args": additional or None}
+    kwargs = {"target": target, "additional_forward_args": additional or None}
     if isinstance(method, SSMAttribution):
-        return attribute_with_sums(
-            method, inputs, **keywords, **{"per_token": per_token, **options}
-        )
+        return attribute_with_sums(method, inputs, **kwargs, **{"per_token": per_token, **options})
     with nullcontext() if grid is None else grid.watch():
-        relevance, sums = attribute_with_sums(method, inputs, **keywords, **options)
+        relevance, sums = attribute_with_sums(method, inputs, **kwargs, **options)
     if not per_token or not isinstance(relevance, Tensor) or relevance.dim() == 2:
         return relevance, sums
     return relevance.sum(-1) if grid is None else grid.sums(relevance), sums

@@ -111,7 +111,7 @@ class ImageProbe(PatchGrid):
             if holds(count == height * width):  # assumed on a GPU, to find indices without waiting
                 index = is_patch.int().argsort(descending=True, stable=True)[: height * width]
             else:
-                index = index[: int(count)]
+                index = index[: int(count)]  # refused below
         if len(index) != height * width:
             raise InputError(
                 f"The model's patch grid is {height} x {width}, but {len(index)} of its {tokens} "

@@ -101,7 +101,8 @@ class Codec:
         """Return each token's piece of the decoded text; None if not known or if L is too large."""
         if len(ids) > _MOST:
             return None
-        tokens, text = ids.tolist(), self.text_of(ids).rstrip(NO_TEXT)  # cut inside a character
+        # the text may end inside a character
+        tokens, text = ids.tolist(), self.text_of(ids).rstrip(NO_TEXT)
         try:
             spans = find_spans(text, tokens, self._tokenizer.decode, self._special_ids)
         except InputError:
@@ -109,7 +110,7 @@ class Codec:
         pieces: list[str | None] = []
         end_so_far, span_before = 0, (0, 0)
         for token, (start, end) in zip(tokens, spans, strict=True):
-            # a special token, or one whose characters were cut off
+            # a special token, or the start of a character that is incomplete
             if start == end and (token in self._special_ids or end == len(text)):
                 pieces.append(None)
             else:
@@ -121,9 +122,9 @@ class Codec:
     @property
     def _special_ids(self) -> set[int]:
         """The ids of special tokens, which have no text. The unknown token is not included."""
-        marks = set(getattr(self._tokenizer, "all_special_ids", ()))
-        marks.discard(getattr(self._tokenizer, "unk_token_id", None))
-        return marks
+        ids = set(getattr(self._tokenizer, "all_special_ids", ()))
+        ids.discard(getattr(self._tokenizer, "unk_token_id", None))
+        return ids
 
     def _match_spans(self, text: str, ids: list[int]) -> list[Span]:
         """Find each token's span of characters in a text, if the tokenizer returns no offsets."""

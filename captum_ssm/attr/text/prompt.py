@@ -57,17 +57,19 @@ def read_prompt(prompt: Any, codec: Codec, skip_tokens: SkipTokens = None) -> Pr
         return _read_template(prompt, codec)
     if isinstance(prompt, TextTokenInput):
         ids = _require_tokens(prompt.inp_tensor[0], "The prompt")
-        keep = torch.ones_like(ids, dtype=torch.bool)
+        is_feature = torch.ones_like(ids, dtype=torch.bool)
         if prompt.itp_mask is not None:
-            keep = prompt.itp_mask[0].cpu()
+            is_feature = prompt.itp_mask[0].cpu()
         names = [""] * len(ids)
-        for position, value in zip(keep.nonzero().flatten().tolist(), prompt.values, strict=True):
+        for position, value in zip(
+            is_feature.nonzero().flatten().tolist(), prompt.values, strict=True
+        ):
             names[position] = value
     else:
         ids = _require_tokens(_ids_of(prompt, codec), "The prompt")
-        keep, names = torch.ones_like(ids, dtype=torch.bool), codec.names(ids)
-    keep = keep & ~_is_skipped(ids, codec, skip_tokens)
-    positions = keep.nonzero().flatten()
+        is_feature, names = torch.ones_like(ids, dtype=torch.bool), codec.names(ids)
+    is_feature = is_feature & ~_is_skipped(ids, codec, skip_tokens)
+    positions = is_feature.nonzero().flatten()
     if not len(positions):
         raise InputError(
             f"skip_tokens={list(skip_tokens or ())!r} leaves none of the prompt's {len(ids)} "
@@ -76,7 +78,7 @@ def read_prompt(prompt: Any, codec: Codec, skip_tokens: SkipTokens = None) -> Pr
     pieces, indices = codec.pieces(ids), positions.tolist()
     if pieces is not None:
         pieces = [pieces[i] for i in indices]
-    return Prompt(ids, [names[i] for i in indices], lambda x: x[..., positions], keep, pieces)
+    return Prompt(ids, [names[i] for i in indices], lambda x: x[..., positions], is_feature, pieces)
 
 
 def read_ids(value: Any, name: str) -> Tensor:
