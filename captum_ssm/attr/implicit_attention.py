@@ -105,7 +105,7 @@ class ImplicitAttention(ImplicitMethod):
         settings = options(components, reduce, heads, start_layer, recipe, verify)
 
         def relevance(run: Run) -> Tensor:
-            """Sum the layers' rows from last to first, in the tokens of the latest layer added."""
+            """Sum the layers' rows, last layer first; `carry` moves the sum to each layer's tokens."""
             used_layers = settings.used(run.layers)
             query_positions = None
             if recipe == "published_code":

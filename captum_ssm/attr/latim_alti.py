@@ -110,7 +110,7 @@ class LatimALTI(LatimMethod, ImplicitMethod):
             )
 
         def relevance(run: Run) -> Tensor:
-            """Multiply the query weights by the maps from last to first, or sum their products."""
+            """Multiply the query weights by all maps, last first; or by each one, and average."""
             used_stages = stages(options.used(run.layers))
             row, mean, latest = run.weights, torch.zeros_like(run.weights), run.layers[-1]
             with torch.no_grad():

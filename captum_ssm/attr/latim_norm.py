@@ -97,7 +97,7 @@ class LatimNorm(LatimMethod, ImplicitMethod):
         options = read_options(start_layer, verify)
 
         def relevance(run: Run) -> Tensor:
-            """Sum the layers' rows from last to first, in the tokens of the latest layer added."""
+            """Sum the layers' rows, last layer first; `carry` moves the sum to each layer's tokens."""
             used_layers = options.used(run.layers)
             weights, total, latest = run.weights, torch.zeros_like(run.weights), run.layers[-1]
             for layer in shown(used_layers[::-1]):

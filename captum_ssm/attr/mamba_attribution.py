@@ -126,7 +126,7 @@ class MambaAttribution(ImplicitMethod):
                     """Return a layer's matrix (g . alpha)+, computed a few rows at a time."""
                     gradient = layer.in_order(weights[layer].to(layer.values))  # (B, L, 1)
 
-                    def weighted(strip: Strip) -> Tensor:
+                    def weigh_and_clamp(strip: Strip) -> Tensor:
                         gradient_of_rows = gradient[:, strip.rows.start : strip.rows.stop]
                         return CLAMPS[clamp](strip.entries.mul_(gradient_of_rows))
 
@@ -137,7 +137,7 @@ class MambaAttribution(ImplicitMethod):
                         budget.on(operator.device) // operator.dtype.itemsize,
                         lambda: operator.dense(settings.reduce),
                     )
-                    return in_strips(operator, settings.reduce, budget, weighted, alpha)
+                    return in_strips(operator, settings.reduce, budget, weigh_and_clamp, alpha)
 
                 return fold(run.layers, run.weights, step, settings, normalize_rows)
 

@@ -41,8 +41,8 @@ def with_argument_advice(function: Function) -> Function:
     @in_place_of(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         name = args[0].name if function.__name__ == "__init__" else function.__name__
-        arguments = bind_arguments(signature, name, args, kwargs)
-        return function(*arguments.args, **arguments.kwargs)
+        bound = bind_arguments(signature, name, args, kwargs)
+        return function(*bound.args, **bound.kwargs)
 
     return wrapper
 
@@ -84,7 +84,7 @@ def accept_texts(function: Function, name: str) -> Function:
     signature = inspect.signature(function)
     parameters = signature.parameters
     added_keywords = {*KEYS, *MASK_KEYS, "tokenizer"} - parameters.keys()
-    own = "show_progress" in parameters
+    has_bar = "show_progress" in parameters
 
     @in_place_of(function)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,13 +92,13 @@ def accept_texts(function: Function, name: str) -> Function:
         key = next((key for key in KEYS if key in added), None)
         if key is not None:
             kwargs["inputs"] = added.pop(key)
-        # a function without this parameter must not get it
-        show = kwargs.get("show_progress", False) if own else kwargs.pop("show_progress", False)
-        arguments = bind_arguments(signature, f"{self.name}.{name}", (self, *args), kwargs)
+        # a function that has no own bar must not get the argument
+        show = kwargs.get("show_progress", False) if has_bar else kwargs.pop("show_progress", False)
+        bound = bind_arguments(signature, f"{self.name}.{name}", (self, *args), kwargs)
         reader = Reader(added.pop("tokenizer", None), self.forward_func, self.model)
-        reader.convert(arguments.arguments, added)
+        reader.convert(bound.arguments, added)
         with bar(self.name, show):
-            return function(*arguments.args, **arguments.kwargs)
+            return function(*bound.args, **bound.kwargs)
 
     return wrapper
 

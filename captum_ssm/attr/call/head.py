@@ -55,7 +55,7 @@ class Kept:
             output: logits at the kept positions, (B, K, V).
             target, contrast: see :func:`~captum_ssm.attr.call.targets.contrasted`.
         """
-        all_logits = self.whole(output)
+        all_logits = self.whole(output)  # zeros, read only for their shape
         if contrast is not None and not isinstance(contrast, str):
             contrast = self._reindex(contrast, second_index(contrast, all_logits))
         return self._reindex(target, target_index(target, all_logits)), contrast
@@ -77,7 +77,7 @@ def kept_positions(
     inputs: Tensor,
     additional: tuple[Any, ...],
     questions: Iterable[Against],
-    read_modules: Sequence[nn.Module] = (),
+    modules: Sequence[nn.Module] = (),
 ) -> Kept | None:
     """Return the positions at which the head must run; None if the head must run at all positions.
 
@@ -89,12 +89,10 @@ def kept_positions(
         inputs: the first input.
         additional: further arguments of forward_func.
         questions: the targets and contrasts.
-        read_modules: further modules whose activations are needed. Default: none.
+        modules: further modules whose activations are needed. Default: none.
     """
     arguments = (inputs, *additional)
-    if inputs.dim() not in (2, 3) or not _head_can_be_limited(
-        forward_func, arguments, read_modules
-    ):
+    if inputs.dim() not in (2, 3) or not _head_can_be_limited(forward_func, arguments, modules):
         return None
     batch, tokens = inputs.shape[:2]
     all_logits = torch.zeros(()).expand(batch, tokens, _ANY_VOCABULARY)  # the memory of a scalar
@@ -118,11 +116,11 @@ def kept_positions(
 
 
 def _head_can_be_limited(
-    forward_func: Callable[..., Any], arguments: Sequence[Any], read_modules: Sequence[nn.Module]
+    forward_func: Callable[..., Any], arguments: Sequence[Any], modules: Sequence[nn.Module]
 ) -> bool:
     """Return True if a transformers model can run its head at some positions only.
 
-    Return False if hooks on the head, or ``read_modules``, need logits of all positions.
+    Return False if hooks on the head, or further ``modules``, need logits of all positions.
     """
     model: Any = runnable(forward_func)
     if not isinstance(model, nn.Module):
@@ -144,7 +142,7 @@ def _head_can_be_limited(
     if by_name.get(_ARGUMENT) is not None or by_name.get("labels") is not None:
         return False
     head = model.get_output_embeddings()
-    if any(part is head for module in read_modules for part in module.modules()):
+    if any(part is head for module in modules for part in module.modules()):
         return False
     return type(head) is nn.Linear and not (
         _is_changed(model) or _is_changed(head) or _has_any_global_hook()  # type: ignore[no-untyped-call]

@@ -29,8 +29,7 @@ def is_no_integer(target: Any, part: Any, output: Tensor) -> TargetError:
     return TargetError(
         f"target={shown(target)} contains {part!r} of type {type(part).__name__}, which is not an "
         f"integer. {_form(output)}"
-        + " To pass the text of a token, also pass tokenizer=."
-        * isinstance(part, str)
+        + (" To pass the text of a token, also pass tokenizer=." if isinstance(part, str) else "")
     )
 
 

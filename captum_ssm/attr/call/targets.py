@@ -344,8 +344,8 @@ def _target_value(output: Tensor, target: Any, index: Tensor | None) -> Tensor:
         return select(output, index)
     assert index is not None
     example = torch.arange(len(output), device=output.device)[:, None]
-    chosen = output[(example, *index.unbind(-1))]
-    return (chosen * target.weights.to(chosen)).sum(1)
+    logits = output[(example, *index.unbind(-1))]
+    return (logits * target.weights.to(logits)).sum(1)
 
 
 def second_index(contrast: Any, output: Tensor) -> Tensor | None:

@@ -231,7 +231,7 @@ def _decode_whole(ids: Sequence[int], before: list[int], decode: Decode) -> tupl
         piece = text.removeprefix(prefix) if text.startswith(prefix) else decode(group)
         if piece and NO_TEXT not in piece:
             return count, piece
-    return len(ids), ""
+    return len(ids), ""  # no whole character
 
 
 def _locate(text: str, at: int, piece: str) -> Span:

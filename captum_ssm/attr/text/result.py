@@ -96,8 +96,9 @@ def result_of_spans(
     for hop in hops:
         features = prompt.features(hop.prompt)
         text, unresolved = by_span(hop.text), by_span(hop.unresolved)
-        total = features.sum(1) + text.sum(1) + unresolved.sum(1)
-        summed.append(SpanHop(features, text, unresolved, hop.total - total))
+        assigned = features.sum(1) + text.sum(1) + unresolved.sum(1)
+        # constants, and tokens in no feature or span
+        summed.append(SpanHop(features, text, unresolved, hop.total - assigned))
     parts = SpanParts(tuple(spans), names, prompt.names, summed)
     last = summed[-1]
     return SSMLLMAttributionResult(

@@ -320,5 +320,6 @@ def _add_stream_at_queries(vectors: Tensor, index: Tensor, sources: slice, strea
     column = index - sources.start
     inside = (column >= 0) & (column < vectors.shape[2])
     example, query = (torch.arange(size, device=index.device) for size in index.shape)
+    # queries outside of the sources add 0, at any column
     stream_at_query = stream[example[:, None], index].where(inside[..., None], 0)
     vectors[example[:, None], query, column.clamp(0, vectors.shape[2] - 1)] += stream_at_query

@@ -55,6 +55,7 @@ class _ScanProduct(NamedTuple):
 
 def _in_scan_order(path: TapPath, parts: Sequence[Operator]) -> _ScanProduct | None:
     """Remove the token reversals around a backward scan; return None for different reorderings."""
+    # move the outer reorderings outward, and the inner ones inward
     outer, rest = _split_off_permutes(parts, lambda permute: permute.inverse)
     inner, middle = _split_off_permutes(rest[::-1], lambda permute: permute.order)
     middle, inner = middle[::-1], inner[::-1]  # back in the product's order
@@ -82,7 +83,7 @@ def _split_off_permutes(
         order: function that returns the order in which a reordering rearranges diagonals.
     """
     moved: list[Permute] = []
-    diagonals: list[Diagonal] = []
+    diagonals: list[Diagonal] = []  # those passed so far, in the order of tokens at this point
     for i, part in enumerate(parts):
         if isinstance(part, Permute):
             moved.append(part)
@@ -136,7 +137,7 @@ def _scan_in(part: Operator) -> SelectiveScan | None:
 
 def _scan_input(shares: TapShares, inner: Sequence[Operator]) -> Band:
     """Return token t - k's contribution to the scan's input at t, (B, L, H, P) for each lag k."""
-    band: Band = {0: shares[0][1].new_ones(1, 1, 1, 1)}
+    band: Band = {0: shares[0][1].new_ones(1, 1, 1, 1)}  # the product of ``inner``: factors by lag
     for part in reversed(inner):
         next_band = part.after_band(band)
         assert next_band is not None

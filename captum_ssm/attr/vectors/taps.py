@@ -67,7 +67,7 @@ class TapPath:
         """Return each token's contribution (..., B, L) to the inner product <output, direction>."""
         weight = self.operator.transpose(direction)
         out = torch.zeros_like(weight[..., 0, 0])
-        for lag, phi in self.shares:
+        for lag, phi in self.shares:  # phi at position t is due to t - lag
             at_lag = (weight * phi).sum((-1, -2))[..., None, None]
             out += shift_tokens(at_lag, -lag)[..., 0, 0]
         return out if self.token is None else out.index_select(-1, self.position_of(out))
