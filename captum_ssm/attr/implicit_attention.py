@@ -105,7 +105,7 @@ class ImplicitAttention(ImplicitMethod):
         settings = options(components, reduce, heads, start_layer, recipe, verify)
 
         def relevance(run: Run) -> Tensor:
-            """Sum the layers' rows, last layer first; `carry` moves the sum to each layer's tokens."""
+            """Sum the layers' rows, last layer first; carry sums to the tokens of each layer."""
             used_layers = settings.used(run.layers)
             query_positions = None
             if recipe == "published_code":

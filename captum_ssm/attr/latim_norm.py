@@ -97,7 +97,7 @@ class LatimNorm(LatimMethod, ImplicitMethod):
         options = read_options(start_layer, verify)
 
         def relevance(run: Run) -> Tensor:
-            """Sum the layers' rows, last layer first; `carry` moves the sum to each layer's tokens."""
+            """Sum the layers' rows, last layer first; carry sums to the tokens of each layer."""
             used_layers = options.used(run.layers)
             weights, total, latest = run.weights, torch.zeros_like(run.weights), run.layers[-1]
             for layer in shown(used_layers[::-1]):

@@ -126,6 +126,7 @@ class TransformerAttribution(ImplicitMethod):
         pending: list[list[Tensor]] = []
 
         def relevance(run: Run) -> Tensor:
+            """Return the query's row of the product of all beta, for the current target."""
             layers = settings.used(run.layers)
             at_outputs = run.gradients([x.output for x in layers], [x.name for x in layers])
             gradients = dict(zip(layers, at_outputs, strict=True))

@@ -24,7 +24,7 @@ from ...operators.kernels.portions import ran_out_of_memory
 from ...operators.reduction import check_reduce
 
 #: British spellings of values, which are accepted as well.
-_SPELLED = {"centred": "centered"}
+_AMERICAN = {"centred": "centered"}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -116,12 +116,12 @@ def ratio(name: str, value: Any) -> float:
 
 def choice(name: str, value: Any, accepted: Collection[Any]) -> Any:
     """Check that an option is one of the ``accepted`` names or integers, and return it."""
-    plain = as_integer(value) if not isinstance(value, str) else _SPELLED.get(value, value)
-    if plain is None or plain not in accepted:
+    normalized = as_integer(value) if not isinstance(value, str) else _AMERICAN.get(value, value)
+    if normalized is None or normalized not in accepted:
         raise OptionError(
             f"{name}={value!r} is not known. Pass one of {', '.join(map(repr, accepted))}."
         )
-    return plain
+    return normalized
 
 
 def parse_components(components: str | Collection[str]) -> frozenset[str]:

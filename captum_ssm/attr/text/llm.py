@@ -191,7 +191,7 @@ class SSMLLMAttribution(Attribution):
     ) -> SSMLLMAttributionResult:
         """Explain one text, given as token ids (n,), span by span or token by token."""
         prompt_length = len(prompt.ids)
-        ids = torch.cat([prompt.ids, text[:-1]])[None].to(self._device)  # without the last token
+        ids = torch.cat([prompt.ids, text[:-1]])[None].to(self._device)  # the last predicts none
         if plan.spans is not None:
             result = self._explain_spans(prompt, text, ids, plan, options)
             if plan.against is None:

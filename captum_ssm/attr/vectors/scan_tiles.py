@@ -68,9 +68,9 @@ class ScanRows:
         self._clock = doubled(scan.dt).cumsum(1)
         self._reach = max(shares)
         self.shape = scan.shape
-        launched = max(_SOURCES, _TOKENS_LAUNCHED - self._reach)
+        sources_on_gpu = max(_SOURCES, _TOKENS_LAUNCHED - self._reach)
         #: The number of sources computed at a time.
-        self.width = at_a_time(_SOURCES, scan.device, launched)
+        self.width = at_a_time(_SOURCES, scan.device, sources_on_gpu)
 
     @property
     def device(self) -> torch.device:

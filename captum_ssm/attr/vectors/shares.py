@@ -160,7 +160,7 @@ class ProjectionShares:
 
     def rmatvec(self, row: Tensor, within: range | None = None) -> Tensor:
         """Return rows (..., B, L) times the matrix; all rows are 0 outside the range ``within``."""
-        direction = row[..., None] * self._direction
+        direction = row[..., None] * self._direction  # row_i y_i / |y_i|^2
         mixed = torch.stack([mixer.toward(direction, within) for mixer in self._mixers]).sum(0)
         for feeder in reversed(self._feeders):
             mixed = feeder.rmatvec(mixed)
