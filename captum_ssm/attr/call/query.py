@@ -113,6 +113,7 @@ def _count_in_query(
     positions = _positions(query)
     if isinstance(query, Tensor) and query.dim() == 1:
         positions = positions[:, None]
+    # (1, K) for all examples, or (B, K)
     positions = positions.reshape(-1, positions.shape[-1] if positions.dim() else 1)
     return _counts_at(positions.expand(batch, -1), real)
 

@@ -210,7 +210,7 @@ class SSMLLMAttribution(Attribution):
                 "that returns logits (B, L, vocabulary)."
             ) from error
         relevance = rows[:, 0].detach().cpu()
-        self._check_order(relevance, [prompt_length + i for i in range(len(text))])
+        self._check_causal(relevance, [prompt_length + i for i in range(len(text))])
         token_attr = prompt.features(relevance[:, :prompt_length]).float()
         return SSMLLMAttributionResult(
             seq_attr=token_attr.sum(0),
@@ -260,17 +260,17 @@ class SSMLLMAttribution(Attribution):
         else:
             hops = [self._attribute_spans(ids, text, spans, prompt_length, options)]
         last_positions = [prompt_length + span.stop - 1 for span in spans]
-        self._check_order(torch.cat([hops[0].prompt, hops[0].text[:, :-1]], 1), last_positions)
+        self._check_causal(torch.cat([hops[0].prompt, hops[0].text[:, :-1]], 1), last_positions)
         if self._is_bidirectional is None and _sums_to_output(method) and len(text) > 1:
             # no span had later tokens to check: explain the output at the first input token
             first_ids = ids if "additional_forward_args" in options else ids[:, :_FEW]
             row = method.decompose(first_ids, (-first_ids.shape[1], int(text[0])), **rest)
-            self._check_order(row.tokens.detach().cpu(), [1])
+            self._check_causal(row.tokens.detach().cpu(), [1])
         names = [self.codec.text_of(text[span.start : span.stop]) for span in spans]
         pieces = joined(self.codec.pieces(text), spans)
         return result_of_spans(prompt, hops, spans, names, pieces)
 
-    def _check_order(self, relevance: Tensor, last_positions: list[int]) -> None:
+    def _check_causal(self, relevance: Tensor, last_positions: list[int]) -> None:
         """Raise if relevance (S, L) is behind ``last_positions``, because the model looks ahead.
 
         Methods of other packages are not checked. The answer is kept in ``_is_bidirectional``.

@@ -121,7 +121,7 @@ def subtract_results(
     All other relevance and the constants of ``second`` are subtracted from the constants.
     """
     assert first.spans is not None and second.spans is not None
-    count = max(len(first.spans.hops), len(second.spans.hops))
+    count = max(len(first.spans.hops), len(second.spans.hops))  # the shorter repeats its last
     hops = []
     for number in range(count):
         hop, other = (x[min(number, len(x) - 1)] for x in (first.spans.hops, second.spans.hops))

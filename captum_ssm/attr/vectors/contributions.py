@@ -74,7 +74,7 @@ class Contributions:
         linear = layer.written if hooks else layer.linear
         self.shape = linear.operator.shape
         self.paths = paths_of(linear, layer.mixer.module, activation)
-        self.weight, self._behind = _merged(projection_of(linear).weight, way)  # (C, E)
+        self.weight, self._behind = _merge_steps(projection_of(linear).weight, way)  # (C, E)
         self._linear = linear
         self._exact = activation == "linearized"
         self._way = way
@@ -161,7 +161,7 @@ def tiles(
         yield Tile(queries, sources, vectors)
 
 
-def _merged(weight: Tensor, way: Way) -> tuple[Tensor, list[AffineStep]]:
+def _merge_steps(weight: Tensor, way: Way) -> tuple[Tensor, list[AffineStep]]:
     """Multiply affine steps into a weight (C, E); return the product, and the remaining steps.
 
     A norm's factor per token commutes with all other steps. So this factor is applied later, and
