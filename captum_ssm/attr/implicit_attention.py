@@ -202,7 +202,7 @@ class ImplicitAttention(ImplicitMethod):
             One tensor (B, len(channels), N, L, L) per layer.  Bidirectional mixers have 2 N states,
             first of the forward direction, then of the backward direction, in the order of tokens.
         """
-        chosen, make = each_state(channels, components, verify)
+        chosen, make = prepare_states(channels, components, verify)
         return self._of_layers(inputs, layers, additional_forward_args, chosen, make)
 
     def factors(
@@ -226,5 +226,5 @@ class ImplicitAttention(ImplicitMethod):
             One :class:`~captum_ssm.attr.engine.selection.Factors` per layer, with the states in the
             order of :meth:`states`.
         """
-        chosen, make = each_factor(channels, simplified, verify)
+        chosen, make = prepare_factors(channels, simplified, verify)
         return self._of_layers(inputs, layers, additional_forward_args, chosen, make)

@@ -328,7 +328,7 @@ def _on_input_tokens(parts: Sequence[Tensor], network: Network) -> Tensor:
     return _concatenated(
         [
             x if given is None else to_input_tokens(x, given, mode.tokens)
-            for x, given in zip(parts, places, strict=True)
+            for x, given in zip(parts, input_positions, strict=True)
         ]
     )
 
