@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 #: A sort key that gives the position of a mixer's call in the run.
 Place = tuple[float, ...]
 #: Receives a step's sort key, the step, and the gradients at its block's inputs and its output.
-Read = Callable[[Place, "Step", Sequence[Tensor | None]], None]
+Report = Callable[[Place, "Step", Sequence[Tensor | None]], None]
 
 
 def outside(number: int) -> Place:
@@ -54,26 +54,26 @@ def lists_of_blocks(
         OptionError: if no module list contains such a block, or all blocks are left out.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[nn.Module, str] = {}
+    blocks: dict[nn.Module, str] = {}
     for name in (name for mixer in mixers for name in mixer.names):
-        around = name.split(".")[:-1]
-        while around and not isinstance(modules[".".join(around[:-1])], nn.ModuleList):
-            around.pop()
-        if around:
-            outer = ".".join(around[:-1])
-            found |= {m: f"{outer}.{name}" for name, m in modules[outer].named_children()}
-    if not found:
+        path = name.split(".")[:-1]
+        while path and not isinstance(modules[".".join(path[:-1])], nn.ModuleList):
+            path.pop()
+        if path:
+            outer = ".".join(path[:-1])
+            blocks |= {block: f"{outer}.{name}" for name, block in modules[outer].named_children()}
+    if not blocks:
         raise OptionError(
             f"recompute=True runs blocks twice, but no nn.ModuleList of {type(model).__name__} "
             "contains blocks with mixers. Leave recompute out."
         )
-    left = {block: name for block, name in found.items() if block not in needed}
-    if not left:
+    usable = {block: name for block, name in blocks.items() if block not in needed}
+    if not usable:
         raise OptionError(
             "recompute=True keeps no graph inside blocks, but each block contains one of the "
             "layers, so each graph is needed. Pass blocks as layers, or leave recompute out."
         )
-    return left
+    return usable
 
 
 @contextmanager
@@ -100,17 +100,17 @@ def checkpointed(model: nn.Module, mixers: Sequence[Mixer]) -> Iterator[None]:
         live = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
         if not (live and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        call = _BlockCall(names[block], block, forward, args, kwargs, live)
+        call = _BlockCall(names_of_blocks[block], block, forward, args, kwargs, live)
 
-        def unchanged(*args: Any, **kwargs: Any) -> Any:
+        def checked_forward(*args: Any, **kwargs: Any) -> Any:
             call.check_unchanged(GradientModeError)
             return forward(*args, **kwargs)
 
-        alone = functools.partial(unchanged, **kwargs)
-        return checkpoint(alone, *args, use_reentrant=False, preserve_rng_state=False)
+        with_kwargs = functools.partial(checked_forward, **kwargs)
+        return checkpoint(with_kwargs, *args, use_reentrant=False, preserve_rng_state=False)
 
-    names = lists_of_blocks(model, mixers)
-    with in_place_of(names, run):
+    names_of_blocks = lists_of_blocks(model, mixers)
+    with in_place_of(names_of_blocks, run):
         yield
 
 
@@ -132,14 +132,14 @@ def along_all_paths(
     Yields:
         The number of a step, from the last to the first, the step, and the gradients.
     """
-    found = [[next(gradients) for _ in (*step.entering, step.output)] for step in steps]
+    at_steps = [[next(gradients) for _ in (*step.entering, step.output)] for step in steps]
     later: dict[int, Tensor | None] = {}
     for i in reversed(range(len(steps))):
         for k, (x, name) in enumerate(zip(steps[i].entering, steps[i].again, strict=True)):
             if name is not None:
-                found[i][k] = later[name] = plus(found[i][k], later.get(name))
-            found[i][k] = plus(found[i][k], behind.get(id(x) if name is None else name))
-        yield i, steps[i], found[i]
+                at_steps[i][k] = later[name] = plus(at_steps[i][k], later.get(name))
+            at_steps[i][k] = plus(at_steps[i][k], behind.get(id(x) if name is None else name))
+        yield i, steps[i], at_steps[i]
 
 
 class Blocks:
@@ -151,17 +151,17 @@ class Blocks:
             return new arguments.
 
     Attributes:
-        passing: while a block runs without a graph, the tensors entering the block that depend on
+        entering: while a block runs without a graph, the tensors entering the block that depend on
             the input; else None.
-        again: whether a block is running again at present.
+        runs_again: whether a block is running again at present.
     """
 
     def __init__(self, network: Network, enter: Callable[..., Any]) -> None:
         self.network = network
         self.enter = enter
-        self.passing: Sequence[Tensor] | None = None
-        self.again = False
-        self._read: Read | None = None
+        self.entering: Sequence[Tensor] | None = None
+        self.runs_again = False
+        self._report: Report | None = None
         self._names: Mapping[nn.Module, str] = {}
         self._calls: list[_BlockCall] = []
 
@@ -175,39 +175,39 @@ class Blocks:
     def _run(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a block without a graph; a backward pass from its outputs runs the block again."""
         live = {id(x): x for x in tensors_in((args, kwargs)) if self.network.mode.is_live(x)}
-        if self.again or self.passing is not None or not live:
+        if self.runs_again or self.entering is not None or not live:  # a rerun, or inside a block
             return forward(*args, **kwargs)
         call = _BlockCall(self._names[block], block, forward, args, kwargs, list(live.values()))
-        self.passing = call.entering
+        self.entering = call.entering
         try:
             with torch.no_grad(), ExitStack() as stack:
                 for context in self.network.mode.looking_away():
                     stack.enter_context(context)
                 returned = forward(*args, **kwargs)
         finally:
-            self.passing = None
+            self.entering = None
         call.check_unchanged()
-        given = {id(x) for x in tensors_in((args, kwargs))}
-        new = {id(x): x for x in tensors_in(returned) if x.is_floating_point()}
-        left = [x for key, x in new.items() if key not in given]
-        call.sizes, call.steps = [x.shape for x in left], len(self.network.steps)
+        entered = {id(x) for x in tensors_in((args, kwargs))}
+        floating = {id(x): x for x in tensors_in(returned) if x.is_floating_point()}
+        new_outputs = [x for key, x in floating.items() if key not in entered]
+        call.sizes, call.steps = [x.shape for x in new_outputs], len(self.network.steps)
         self._calls.append(call)
         with unseen():
-            anew = _Returned.apply(call, left, call.anchor)  # type: ignore[no-untyped-call]
-        return swapped(returned, dict(zip(map(id, left), anew, strict=True)))
+            replaced = _Returned.apply(call, new_outputs, call.anchor)  # type: ignore[no-untyped-call]
+        return swapped(returned, dict(zip(map(id, new_outputs), replaced, strict=True)))
 
     def waits_for(self, module: nn.Module) -> bool:
-        """Return True if a module now runs, or is about to run, in a block that runs again."""
-        return not self.again and (self.passing is not None or module in self._names)
+        """Return True for a module that runs, or is about to, in a block that will run again."""
+        return not self.runs_again and (self.entering is not None or module in self._names)
 
     @contextmanager
-    def reading(self, read: Read) -> Iterator[None]:
-        """In the ``with``, backward passes call ``read`` for each mixer call inside a block."""
-        self._read = read
+    def report_to(self, report: Report) -> Iterator[None]:
+        """Call ``report`` in the ``with`` for each mixer call in a block that runs again."""
+        self._report = report
         try:
             yield
         finally:
-            self._read = None
+            self._report = None
 
     def gradients(
         self, outputs: Tensor, wanted: Sequence[Tensor], seed: Tensor | None = None
@@ -219,110 +219,115 @@ class Blocks:
             wanted: tensors of the graph outside blocks.
             seed: the gradient at ``outputs``. Default: None, 1.
         """
-        if self._read is not None:
-            self._require_apart()
+        if self._report is not None:
+            self._require_separable()
         total: list[Tensor | None] = [None] * len(wanted)
-        behind: Sequence[Tensor] = [outputs]
-        at_behind: Sequence[Tensor] = [torch.ones_like(outputs) if seed is None else seed]
+        sources: Sequence[Tensor] = [outputs]
+        at_sources: Sequence[Tensor] = [torch.ones_like(outputs) if seed is None else seed]
         #: Gradients at tensors that enter blocks, by id: along all paths from some block on, and
         #: along those that enter this block or later ones.
-        later: dict[int, Tensor] = {}
-        entered: dict[int, Tensor] = {}
-        for number in reversed(range(-1, len(self._calls))):
-            earlier = self._calls[: number + 1]
-            entering = [] if self._read is None else [x for each in earlier for x in each.entering]
-            if behind:
-                ends = [*wanted, *(each.anchor for each in earlier), *entering]
-                found = torch.autograd.grad(
-                    behind, ends, at_behind, retain_graph=True, allow_unused=True
-                )
-                total = [plus(*pair) for pair in zip(total, found, strict=False)]
-                _add(later, dict(zip(entering, found[len(ends) - len(entering) :], strict=True)))
-            if number < 0:
+        on_all_paths: dict[int, Tensor] = {}
+        through_blocks: dict[int, Tensor] = {}
+        for index in reversed(range(-1, len(self._calls))):
+            earlier = self._calls[: index + 1]
+            entering = (
+                [] if self._report is None else [x for call in earlier for x in call.entering]
+            )
+            if sources:
+                ends = [*wanted, *(call.anchor for call in earlier), *entering]
+                options = {"retain_graph": True, "allow_unused": True}
+                gradients = torch.autograd.grad(sources, ends, at_sources, **options)
+                total = [plus(*pair) for pair in zip(total, gradients, strict=False)]
+                at_entering = gradients[len(ends) - len(entering) :]
+                _add_gradients(on_all_paths, dict(zip(entering, at_entering, strict=True)))
+            if index < 0:
                 return total
-            # of several tensors one may be made of another
-            alone = len(self._calls[number].entering) == 1
-            behind, at_behind = self._again(number, later if alone else entered)
-            _add(entered, dict(zip(behind, at_behind, strict=True)))
-            sooner = {id(x) for each in earlier[:-1] for x in each.entering if self._read}
-            later, entered = ({k: g for k, g in x.items() if k in sooner} for x in (later, entered))
+            # if several tensors enter, one may be computed from another
+            is_alone = len(self._calls[index].entering) == 1
+            sources, at_sources = self._rerun(index, on_all_paths if is_alone else through_blocks)
+            _add_gradients(through_blocks, dict(zip(sources, at_sources, strict=True)))
+            needed = {id(x) for call in earlier[:-1] for x in call.entering if self._report}
+            on_all_paths = {k: g for k, g in on_all_paths.items() if k in needed}
+            through_blocks = {k: g for k, g in through_blocks.items() if k in needed}
         return total
 
-    def _require_apart(self) -> None:
-        """Raise if a tensor enters blocks of both kinds in an order that is not followed.
+    def _require_separable(self) -> None:
+        """Raise OptionError if the paths from a tensor that enters several blocks are not followed.
 
-        A block that runs again may only precede a block that keeps its graph, and only if no other
-        tensor enters the former; :meth:`gradients` then finds all paths from the tensor.
+        :meth:`gradients` follows them if all blocks that run again precede those that keep their
+        graph, and no other tensor enters a block that runs again.
         """
-        for number, step in enumerate(self.network.steps):
-            unknown = {
+        for index, step in enumerate(self.network.steps):
+            unfollowed = {
                 id(x)
                 for call in self._calls
                 for x in call.entering
-                if call.steps > number or len(call.entering) > 1
+                if call.steps > index or len(call.entering) > 1
             }
             for x, name in zip(step.entering, step.again, strict=True):
-                if (id(x) if name is None else name) in unknown:
+                if (id(x) if name is None else name) in unfollowed:
                     raise OptionError(
                         f"A tensor enters the block of {step.name!r}, which keeps its graph, and "
                         "other blocks, so recompute=True cannot separate the streams of blocks. "
                         "Call attribute(), pass a block as the layer, or leave recompute out."
                     )
 
-    def _again(self, number: int, later: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def _rerun(self, index: int, later: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Run a block again; return the tensors that entered the block, and their gradients.
 
         Args:
-            number: the index of the block's call in the run.
+            index: the index of the block's call in the run.
             later: the gradients at tensors along paths that do not enter the block, by id.
         """
-        call, network, mode = self._calls[number], self.network, self.network.mode
-        arrived = call.taken()
-        if self._read is None and all(gradient is None for gradient in arrived):
+        call, network, mode = self._calls[index], self.network, self.network.mode
+        at_outputs = call.take_gradients()
+        if self._report is None and all(gradient is None for gradient in at_outputs):
             return [], []
         call.check_unchanged()
-        leaves, steps = len(mode.ledger.leaves), len(network.steps)
-        mode.labels.again(number)
-        before, network.verify = network.verify, network.verify if call.is_first else False
-        mode.ledger.within, self.again, call.is_first = call.name, True, False
+        leaf_count, step_count = len(mode.ledger.leaves), len(network.steps)
+        mode.labels.set_block(index)
+        # only the first of several reruns is verified
+        verify, network.verify = network.verify, network.verify if call.is_first else False
+        mode.ledger.within, self.runs_again, call.is_first = call.name, True, False
         try:
             with torch.enable_grad(), torch._C._EnableTorchFunction():
-                inner = [mode.leaf(x) for x in call.entering]
+                leaves = [mode.leaf(x) for x in call.entering]
                 with unseen():
-                    starts = [x.clone() for x in inner]
-                for x, start in zip(call.entering, starts, strict=True):
-                    mode.resembles(start, x)
-                by_id = dict(zip(map(id, call.entering), starts, strict=True))
+                    copies = [x.clone() for x in leaves]
+                for x, copy in zip(call.entering, copies, strict=True):
+                    mode.resembles(copy, x)
+                by_id = dict(zip(map(id, call.entering), copies, strict=True))
                 args, kwargs = swapped(call.args, by_id), swapped(call.kwargs, by_id)
                 args, kwargs = self.enter(call.block, args, kwargs) or (args, kwargs)
-                given = {id(x) for x in tensors_in((args, kwargs))}
-                new = {id(x): x for x in tensors_in(call.forward(*args, **kwargs))}
-            left = [x for k, x in new.items() if x.is_floating_point() and k not in given]
-            call.check_same(left, mode)
-            of_steps = [x for step in network.steps[steps:] for x in (*step.entering, step.output)]
-            pairs = [(x, g) for x, g in zip(left, arrived, strict=True) if g is not None]
+                inputs = {id(x) for x in tensors_in((args, kwargs))}
+                outputs = {id(x): x for x in tensors_in(call.forward(*args, **kwargs))}
+            results = [x for k, x in outputs.items() if x.is_floating_point() and k not in inputs]
+            call.check_same(results, mode)
+            new_steps = network.steps[step_count:]
+            step_tensors = [x for step in new_steps for x in (*step.entering, step.output)]
+            pairs = [(x, g) for x, g in zip(results, at_outputs, strict=True) if g is not None]
             for x, gradient in pairs:
-                if not x.requires_grad:  # it does not depend on the input
+                if not x.requires_grad:  # it does not depend on the input: a constant
                     mode.ledger.write(gradient, x, mode.ledger.within)
             pairs = [(x, g) for x, g in pairs if x.requires_grad]
-            wanted = [*inner, *of_steps, *mode.ledger.leaves[leaves:]]
-            found: Sequence[Tensor | None] = [None] * len(wanted)
+            ends = [*leaves, *step_tensors, *mode.ledger.leaves[leaf_count:]]
+            gradients: Sequence[Tensor | None] = [None] * len(ends)
             if pairs:
-                outs, seeds = zip(*pairs, strict=True)
-                found = torch.autograd.grad(outs, wanted, seeds, allow_unused=True)
+                starts, seeds = zip(*pairs, strict=True)
+                gradients = torch.autograd.grad(starts, ends, seeds, allow_unused=True)
         finally:
-            network.verify, mode.ledger.within, self.again = before, "", False
-            mode.labels.again(None)
-        of_inner, rest = found[: len(inner)], iter(found[len(inner) :])
-        entered = zip(starts, call.entering, strict=True)
-        behind = {id(start): later[id(x)] for start, x in entered if id(x) in later}
-        for i, step, at_step in along_all_paths(network.steps[steps:], rest, behind):
-            if self._read is not None:
-                self._read((call.steps, number, i), step, at_step)
+            network.verify, mode.ledger.within, self.runs_again = verify, "", False
+            mode.labels.set_block(None)
+        at_leaves, others = gradients[: len(leaves)], iter(gradients[len(leaves) :])
+        originals = zip(copies, call.entering, strict=True)
+        behind = {id(copy): later[id(x)] for copy, x in originals if id(x) in later}
+        for i, step, at_step in along_all_paths(new_steps, others, behind):
+            if self._report is not None:
+                self._report((call.steps, index, i), step, at_step)
         network.begin_again()
-        del network.steps[steps:], mode.ledger.leaves[leaves:]
-        both = [(x, g) for x, g in zip(call.entering, of_inner, strict=True) if g is not None]
-        return [x for x, _ in both], [g for _, g in both]
+        del network.steps[step_count:], mode.ledger.leaves[leaf_count:]
+        entered = [(x, g) for x, g in zip(call.entering, at_leaves, strict=True) if g is not None]
+        return [x for x, _ in entered], [g for _, g in entered]
 
 
 class _BlockCall:
@@ -358,15 +363,15 @@ class _BlockCall:
         self._versions = [x._version for x in entering]
         self._arrived: list[Tensor | None] = []
 
-    def arrives(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add gradients at the block's outputs to the sums that :meth:`taken` returns."""
-        before = self._arrived or [None] * len(gradients)
-        self._arrived = [plus(*pair) for pair in zip(before, gradients, strict=True)]
+    def add_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients at the block's outputs to the sums that :meth:`take_gradients` returns."""
+        earlier = self._arrived or [None] * len(gradients)
+        self._arrived = [plus(*pair) for pair in zip(earlier, gradients, strict=True)]
 
-    def taken(self) -> list[Tensor | None]:
+    def take_gradients(self) -> list[Tensor | None]:
         """Return the sums of gradients at the block's outputs, and reset the sums."""
-        found, self._arrived = self._arrived or [None] * len(self.sizes), []
-        return found
+        gradients, self._arrived = self._arrived or [None] * len(self.sizes), []
+        return gradients
 
     def check_unchanged(self, error: type[CaptumSSMError] = NotLinearError) -> None:
         """Raise an error if a tensor that entered the block has been changed in place."""
@@ -376,13 +381,13 @@ class _BlockCall:
                 "run the module again in a backward pass. Leave recompute out."
             )
 
-    def check_same(self, returned: Sequence[Tensor], mode: Linearizing) -> None:
+    def check_same(self, outputs: Sequence[Tensor], mode: Linearizing) -> None:
         """Raise NotLinearError if a second run of the block cannot take the place of the first.
 
         Its tensors must have the shapes of the first run, and none may come straight from an
         activation: code behind the block did not know that in the first run.
         """
-        if [x.shape for x in returned] != self.sizes or any(map(mode.is_bent, returned)):
+        if [x.shape for x in outputs] != self.sizes or any(map(mode.is_bent, outputs)):
             raise NotLinearError(
                 f"Module {self.name!r} returns other tensors when recompute=True runs it again, "
                 "or ends in an activation. Leave recompute out."
@@ -394,21 +399,21 @@ class _Returned(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: _BlockCall, left: list[Tensor], anchor: Tensor
+        ctx: Any, call: _BlockCall, outputs: list[Tensor], anchor: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return tuple(left)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, Tensor]:
-        ctx.call.arrives(gradients)
+        ctx.call.add_gradients(gradients)
         return None, None, torch.zeros_like(ctx.call.anchor)
 
 
-def _add(total: dict[int, Tensor], found: Mapping[Tensor, Tensor | None]) -> None:
-    """Add gradients to ``total``, which has one sum of gradients for each tensor's id."""
-    for x, gradient in found.items():
+def _add_gradients(total: dict[int, Tensor], gradients: Mapping[Tensor, Tensor | None]) -> None:
+    """Add each tensor's gradient to the sum in ``total``, by the tensor's id."""
+    for x, gradient in gradients.items():
         if gradient is not None:
             total[id(x)] = gradient + total[id(x)] if id(x) in total else gradient
 

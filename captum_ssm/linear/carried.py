@@ -36,8 +36,8 @@ class Carried:
             between references and factors where derivatives are taken; see :func:`.nodes_of`.
             Default: empty.
         cache: the cache of the run, which the run changes. Default: None, until the model is run.
-        after, left: the ``sums`` and ``states`` for the next chunk, appended as mixers are called.
-            Default: empty.
+        sums_for_next, states_for_next: ``sums`` and ``states`` for the next chunk, appended as
+            mixers are called. Default: empty.
         leaves: the floating tensors of the cache and then ``states``, as leaves of the graph. A
             backward pass must ask for their gradients. Default: empty, until the model is run.
         gradients: the gradients that backward passes have brought to ``leaves``: by the label of
@@ -48,18 +48,18 @@ class Carried:
     sums: Sequence[dict[str, Tensor]] = ()
     cache: Any = None
     states: Sequence[Sequence[Tensor]] = ()
-    after: list[dict[str, Tensor]] = field(default_factory=list)
-    left: list[Sequence[Tensor]] = field(default_factory=list)
+    sums_for_next: list[dict[str, Tensor]] = field(default_factory=list)
+    states_for_next: list[Sequence[Tensor]] = field(default_factory=list)
     gradients: dict[Role | None, dict[int, Tensor]] = field(default_factory=dict)
     leaves: list[Tensor] = field(default_factory=list)
 
-    def receives(self, leaf: Tensor, labels: Labels) -> None:
-        """Add a leaf, and record the gradients that will arrive there."""
+    def watch_leaf(self, leaf: Tensor, labels: Labels) -> None:
+        """Append a leaf, and store the gradient of each later backward pass in ``gradients``."""
 
-        def arrives(gradient: Tensor, place: int = len(self.leaves)) -> None:
+        def store(gradient: Tensor, place: int = len(self.leaves)) -> None:  # bound now
             self.gradients.setdefault(labels.label, {})[place] = gradient
 
-        leaf.register_hook(arrives)  # type: ignore[no-untyped-call]
+        leaf.register_hook(store)  # type: ignore[no-untyped-call]
         self.leaves.append(leaf)
 
     def state_of(self, mixer: Any, scan: int) -> Tensor | None:
@@ -74,36 +74,36 @@ class Carried:
             state = state[:, scan]
         return None if state is None else state.clone()  # the cache is written to later
 
-    def before(self, factors: Mapping[str, Tensor]) -> dict[str, Before]:
-        """Add the sums of keys and queries of a mixer's call; return the sums of earlier tokens.
+    def add_sums(self, factors: Mapping[str, Tensor]) -> dict[str, Before]:
+        """Append a call's sums for the next chunk; return sums over the tokens that factors lack.
 
         Args:
-            factors: by name, factors (B, T, ...) that end with the chunk's tokens. Keys of
-                attention begin with earlier tokens: all, or the latest ones.
+            factors: keys and queries (B, T, ...) by name, which end with the chunk's tokens. Keys
+                of attention begin with earlier tokens: all, or the latest ones.
         """
-        new, place = min(x.shape[1] for x in factors.values()), len(self.after)
-        sums = {name: _summed(x[:, -new:]) for name, x in factors.items()}
+        length, call = min(x.shape[1] for x in factors.values()), len(self.sums_for_next)
+        sums = {name: _sum_over_tokens(x[:, -length:]) for name, x in factors.items()}
         if self.tokens == 0:
-            self.after.append(sums)
+            self.sums_for_next.append(sums)
             return {}
         # keys may have been repeated for the queries of a group, or not
-        known = {name: _in_heads(self.sums[place][name], x) for name, x in sums.items()}
-        self.after.append({name: known[name] + x for name, x in sums.items()})
+        sums_before = {name: _match_heads(self.sums[call][name], x) for name, x in sums.items()}
+        self.sums_for_next.append({name: sums_before[name] + x for name, x in sums.items()})
         before: dict[str, Before] = {}
         for name, x in factors.items():
-            earlier = x.shape[1] - new
-            if earlier < self.tokens:  # else all keys are given
-                gone = known[name] - _summed(x[:, :earlier])
-                before[name] = gone, self.tokens - earlier
+            earlier = x.shape[1] - length
+            if earlier < self.tokens:  # else the factor has all tokens
+                outside = sums_before[name] - _sum_over_tokens(x[:, :earlier])
+                before[name] = outside, self.tokens - earlier
         return before
 
 
-def _summed(x: Tensor) -> Tensor:
+def _sum_over_tokens(x: Tensor) -> Tensor:
     return x.detach().sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def _in_heads(x: Tensor, like: Tensor) -> Tensor:
-    """Return sums (B, H, ...) for the number of heads of ``like``, a multiple or a part of H."""
+def _match_heads(x: Tensor, like: Tensor) -> Tensor:
+    """Repeat or thin out sums (B, H, ...) to the number of heads of ``like`` (B, H', ...)."""
     heads = like.shape[1]
     if x.shape[1] < heads:
         return x.repeat_interleave(heads // x.shape[1], 1)

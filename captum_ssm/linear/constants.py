@@ -76,10 +76,10 @@ class Ledger:
             constant: the constant, broadcastable to ``out``.
         """
         with unseen():
-            constant = once(constant.detach())
-            if not self.kept:
-                out = out - _droppable(constant)
-                constant = constant - _droppable(constant)
+            constant = shrink_repeats(constant.detach())
+            if not self.kept:  # masks stay
+                out = out - _without_masks(constant)
+                constant = constant - _without_masks(constant)
                 if not may_hold_any(constant):
                     return out
             self.record(out, constant)
@@ -93,10 +93,10 @@ class Ledger:
         """
         constant = constant.detach()
         if out._is_view():  # later gradients of the whole tensor do not pass the view
-            out, constant = _in_base(out, constant)
+            out, constant = _place_in_base(out, constant)
         if not self.kept:
-            out.sub_(_droppable(constant))
-            constant = constant - _droppable(constant)
+            out.sub_(_without_masks(constant))
+            constant = constant - _without_masks(constant)
             if not may_hold_any(constant):
                 return
         self.record(out, constant)
@@ -111,7 +111,7 @@ class Ledger:
         if not out.requires_grad:  # results under no_grad are coefficients
             return
         where, shape = self.where() if where is None else where, out.shape
-        _whole_of(out).register_hook(  # type: ignore[no-untyped-call]
+        _base_if_reshaped(out).register_hook(  # type: ignore[no-untyped-call]
             lambda gradient: self.write(gradient.reshape(shape), constant, where)
         )
 
@@ -122,11 +122,11 @@ class Ledger:
         Args:
             entry: a function of a constant's gradient, value and module name.
         """
-        before, self._entry = self._entry, entry
+        outer_entry, self._entry = self._entry, entry
         try:
             yield
         finally:
-            self._entry = before
+            self._entry = outer_entry
 
     def write_rest(self, rest: Tensor) -> None:
         """Pass reference values' contribution (B,) to the function set by :meth:`entries_to`."""
@@ -139,17 +139,17 @@ class Ledger:
             self._entry(gradient.detach(), constant, where)
 
 
-def _in_base(view: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the base of a view, and ``constant`` placed in a tensor of the base's shape."""
+def _place_in_base(view: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the base of a view, and zeros of the base's shape with ``constant`` in the view."""
     base = view._base
     assert base is not None
-    whole = torch.zeros_like(base)
+    placed = torch.zeros_like(base)
     offset = view.storage_offset() - base.storage_offset()
-    whole.as_strided(view.size(), view.stride(), offset).copy_(constant)
-    return base, whole
+    placed.as_strided(view.size(), view.stride(), offset).copy_(constant)
+    return base, placed
 
 
-def _whole_of(out: Tensor) -> Tensor:
+def _base_if_reshaped(out: Tensor) -> Tensor:
     """Return the base tensor if ``out`` only reshapes the base, else ``out``.
 
     If a view is changed in place later, its gradient arrives at the base, and hooks on the view do
@@ -161,22 +161,23 @@ def _whole_of(out: Tensor) -> Tensor:
     return base if base.is_contiguous() and out.is_contiguous() else out
 
 
-def _droppable(constant: Tensor) -> Tensor:
+def _without_masks(constant: Tensor) -> Tensor:
+    """Replace the masks in a constant by zeros; the other entries can be dropped."""
     return torch.where(constant.abs() < _MASK, constant, torch.zeros_like(constant))
 
 
-def share(product: Tensor, factors: int) -> Tensor:
+def divide_gradient(product: Tensor, factors: int) -> Tensor:
     """Return ``product``; backward divides the gradient by ``factors``, to share it equally."""
     if not product.requires_grad:
         return product
     product.register_hook(  # type: ignore[no-untyped-call]
         lambda gradient: gradient / factors
     )
-    # another tensor, so that whoever asks for the gradient of the product gets all of it
+    # a view, so that the gradient at the returned tensor is not divided
     return product.view_as(product)
 
 
-def once(constant: Any) -> Any:
+def shrink_repeats(constant: Any) -> Any:
     """Shrink an expanded tensor to size 1 along the dimensions in which its values repeat.
 
     Args:
@@ -208,13 +209,13 @@ def contribution(gradient: Tensor, constant: Tensor) -> Tensor:
         >>> contribution(torch.ones(1, 4, 3), bias).tolist()
         [[[4.0, 8.0, 12.0]]]
     """
-    ahead = gradient.dim() - constant.dim()
-    common = [
+    missing = gradient.dim() - constant.dim()
+    repeated = [
         dim
         for dim in range(1, gradient.dim())
-        if dim < ahead or (constant.shape[dim - ahead] == 1 and gradient.shape[dim] > 1)
+        if dim < missing or (constant.shape[dim - missing] == 1 and gradient.shape[dim] > 1)
     ]
-    # summed first: a bias common to all tokens is not spread over them
-    summed = gradient.sum(common, keepdim=True) if common else gradient
-    # no device is asked whether anything is infinite: this runs on a thread of autograd's
+    # sum first, for one contribution of a bias that all tokens share
+    summed = gradient.sum(repeated, keepdim=True) if repeated else gradient
+    # for an infinite constant; without a branch, which would wait for the device
     return (summed * constant).masked_fill_(summed == 0, 0)

@@ -92,7 +92,7 @@ class DirectPaths(Watcher):
 
         def cut(x: Tensor) -> Tensor:
             if x.dim() != 3 and not is_block:
-                return x  # an image, or a mask
+                return x  # no sequence: an image, or a mask
             leaf = self.mode.leaf(x)
             self.entries.append(Local(leaf, 0, part))
             return leaf
@@ -126,14 +126,14 @@ class DirectPaths(Watcher):
         Args:
             replays, stages, given, order: see :func:`~captum_ssm.tracing.parts.places_of_parts`.
         """
-        parts = [*self.locals, *self.beginnings]
-        keys = [each.part for each in parts]
-        found = places_of_parts(replays, stages, given, order, keys, self.mode.given)
+        sources = [*self.locals, *self.beginnings]
+        keys = [source.part for source in sources]
+        places = places_of_parts(replays, stages, given, order, keys, self.mode.given)
         placed = [
-            replace(part, is_placed=False)
-            if there is None
-            else replace(part, mixers=there.mixers, given=there.given)
-            for part, there in zip(parts, found, strict=True)
+            replace(source, is_placed=False)
+            if location is None
+            else replace(source, mixers=location.mixers, given=location.given)
+            for source, location in zip(sources, places, strict=True)
         ]
         count = len(self.locals)
         self.locals, self.entries = placed[:count], placed[count : count + len(self.entries)]
@@ -142,9 +142,11 @@ class DirectPaths(Watcher):
     def while_mixing(
         self, module: nn.Module, sequence: Tensor | None
     ) -> Sequence[AbstractContextManager[Any]]:
+        """Return contexts in which the mixer runs without a graph and without the rules."""
         return torch.no_grad(), *self.mode.looking_away()
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor:
+        """Begin a new graph at the mixer's output."""
         self.outputs.append(self.mode.leaf(call.output_tensor))
         return self.outputs[-1].clone()  # hooks and the model may write to it
 
@@ -155,25 +157,26 @@ class DirectPaths(Watcher):
             part: the module, which acts within tokens.
             stack: the exit stack that removes the hooks when it closes.
         """
-        entered: list[tuple[int, int, int]] = []  # calls inside each other: bends, mixers, number
+        # calls that have not ended: nonlinear functions and mixers before, and number of the call
+        running: list[tuple[int, int, int]] = []
         calls = 0
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
             nonlocal calls
             calls += 1
-            entered.append((self.mode.bends, len(self.outputs), calls))
+            running.append((self.mode.bends, len(self.outputs), calls))
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            bends, mixers, call = entered.pop()
-            if bends == self.mode.bends or output is None:
+            bends_before, mixers, call = running.pop()
+            if bends_before == self.mode.bends or output is None:
                 return None
 
-            def keep(x: Tensor) -> Tensor:
+            def cut_output(x: Tensor) -> Tensor:
                 leaf = self.mode.leaf(x)
                 self.locals.append(Local(leaf, mixers, Part(part, call, False, mixers)))
                 return leaf.clone()
 
-            return swap_first(output, keep)[0]
+            return swap_first(output, cut_output)[0]
 
         stack.enter_context(hooked(part.register_forward_pre_hook, before))
         stack.enter_context(hooked(part.register_forward_hook, after, always_call=True))
@@ -181,10 +184,7 @@ class DirectPaths(Watcher):
 
 @contextmanager
 def direct_paths(
-    model: nn.Module,
-    inputs: Tensor,
-    *,
-    layers: Sequence[str | nn.Module] | None = None,
+    model: nn.Module, inputs: Tensor, *, layers: Sequence[str | nn.Module] | None = None
 ) -> Iterator[DirectPaths]:
     """Give a run inside the ``with`` a graph that contains only the network's direct paths.
 
@@ -227,25 +227,25 @@ def direct_paths(
         # one that only mixers and parts within tokens read: these are cut.
         mode.defers = True
         paths = DirectPaths(mode)
-        for part in _within_tokens(model, find_mixers(model, layers)):
+        for part in _modules_within_tokens(model, find_mixers(model, layers)):
             paths.cut_if_bent(part, stack)
         yield paths
 
 
-def _within_tokens(model: nn.Module, mixers: Sequence[Mixer]) -> list[nn.Module]:
+def _modules_within_tokens(model: nn.Module, mixers: Sequence[Mixer]) -> list[nn.Module]:
     """Return the largest modules inside layers that contain no mixer and are not norms.
 
     Layers are the members of each module list in which some member contains a mixer.
     """
-    around = {outer for mixer in mixers for outer in mixer.around}
-    mixing = {mixer.module for mixer in mixers}
+    enclosing = {outer for mixer in mixers for outer in mixer.around}
+    mixer_modules = {mixer.module for mixer in mixers}
 
-    def parts(module: nn.Module) -> Iterator[nn.Module]:
+    def parts_of(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
-            if child in around:
-                yield from parts(child)
-            elif child not in mixing and "norm" not in type(child).__name__.lower():
+            if child in enclosing:
+                yield from parts_of(child)
+            elif child not in mixer_modules and "norm" not in type(child).__name__.lower():
                 yield child
 
-    lists = [outer for outer in around if isinstance(outer, nn.ModuleList | nn.Sequential)]
-    return list(dict.fromkeys(x for layers in lists for layer in layers for x in parts(layer)))
+    lists = [outer for outer in enclosing if isinstance(outer, nn.ModuleList | nn.Sequential)]
+    return list(dict.fromkeys(x for layers in lists for layer in layers for x in parts_of(layer)))

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..operators.base import Role
 from ..operators.kernels.arithmetic import sum_tensors, unseen
 from .carried import Before
-from .shares import FAMILY, by_example, nodes_of, running_mean
+from .shares import FAMILY, nodes_of, running_mean, sum_per_example
 
 if TYPE_CHECKING:
     from .reading import Reading
@@ -36,11 +36,11 @@ class Core:
         result: the kernel's output, if there is a gate. Default: None.
         mapped: the kernel's output after a linear map, if there is a gate. Default: None.
         softmax: whether the kernel is softmax attention. Default: False.
-        before: by factor, the sum over the tokens before the factor's, and the number of these
+        sums_before: by factor, the sum over the tokens before the factor's, and the number of these
             tokens. Default: none.
         at_nodes: by factor, its value at each point where derivatives are taken, in place of the
             values between reference and factor. Default: none.
-        node: the index of the only point where derivatives are taken. Default: None, all.
+        node_index: the index of the only point where derivatives are taken. Default: None, all.
         key: a key that identifies this object among all that divide relevance.
     """
 
@@ -53,19 +53,19 @@ class Core:
     result: Tensor | None = None
     mapped: Tensor | None = None
     softmax: bool = False
-    before: Mapping[str, Before] = field(default_factory=dict)
+    sums_before: Mapping[str, Before] = field(default_factory=dict)
     at_nodes: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    node: int | None = None
+    node_index: int | None = None
     key: object = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", self.reading.mode.labels.new_key())
 
-    def gated(self, result: Tensor, mapped: Tensor, gate: Tensor, at_rest: float | Tensor) -> Core:
+    def times(self, result: Tensor, mapped: Tensor, gate: Tensor, at_rest: float | Tensor) -> Core:
         """Return the :class:`Core` of a gate times an affine map of the kernel's result."""
         return replace(self, gate=gate, at_rest=at_rest, result=result, mapped=mapped)
 
-    def beside(self, run: Callable[..., Tensor], name: str, factor: Tensor, role: Role) -> Core:
+    def add_result(self, run: Callable[..., Tensor], name: str, factor: Tensor, role: Role) -> Core:
         """Return a :class:`Core` with two results: the kernel's result, and the result of ``run``.
 
         Args:
@@ -74,9 +74,9 @@ class Core:
         """
 
         def both(**factors: Tensor) -> tuple[Tensor, Tensor]:
-            added = run(**factors)
+            second = run(**factors)
             del factors[name]
-            return self.outputs(**factors)[0], added
+            return self.outputs(**factors)[0], second
 
         roles, factors = {**self.roles, name: (role, 1)}, {**self.factors, name: factor}
         return replace(self, run=both, roles=roles, factors=factors)
@@ -85,126 +85,127 @@ class Core:
     def live(self) -> dict[str, Tensor]:
         """The factors that depend on the input and get a share of the relevance, by name."""
         family = FAMILY[self.reading.mode.rule]
-        every = dict(self.factors) if self.gate is None else {**self.factors, _GATE: self.gate}
+        factors = dict(self.factors) if self.gate is None else {**self.factors, _GATE: self.gate}
         for name, values in self.at_nodes.items():
-            del every[name]
-            every |= {f"{name}@{i}": values[i] for i, _ in self._nodes()}
-        return {
-            name: x for name, x in every.items() if x.requires_grad and self.role(name) in family
-        }
+            del factors[name]  # instead, a factor for each node, named by the node's index
+            factors |= {f"{name}@{i}": values[i] for i, _ in self._indexed_nodes()}
+        in_family = {name: x for name, x in factors.items() if self.role_of(name) in family}
+        return {name: x for name, x in in_family.items() if x.requires_grad}
 
-    def role(self, name: str) -> Role:
+    def role_of(self, name: str) -> Role:
         """Return a factor's role, such as ``"key"``."""
         return "gate" if name == _GATE else self.roles[name.split("@")[0]][0]
 
-    def _nodes(self) -> list[tuple[int, float]]:
+    def _indexed_nodes(self) -> list[tuple[int, float]]:
         """Return the points where derivatives are taken, with their indices."""
         nodes = list(enumerate(nodes_of(self.reading.mode.rule, self.softmax)))
-        return nodes if self.node is None else [nodes[self.node]]
+        return nodes if self.node_index is None else [nodes[self.node_index]]
 
     def value_at_node(self) -> Tensor:
         """Return the kernel's result at the only point where derivatives are taken."""
-        ((i, node),) = self._nodes()
-        at = {name: x.detach() for name, x in self.factors.items()}
-        for name in self.live.keys() & at.keys():
-            at[name] = self._between(name, at[name], node)
+        ((i, node),) = self._indexed_nodes()
+        values = {name: x.detach() for name, x in self.factors.items()}
+        for name in self.live.keys() & values.keys():
+            values[name] = self._value_between(name, values[name], node)
         with torch.no_grad(), unseen():
-            (out,) = self.outputs(**at | {name: x[i].detach() for name, x in self.at_nodes.items()})
-            return out
+            states = {name: x[i].detach() for name, x in self.at_nodes.items()}
+            (result,) = self.outputs(**values | states)
+            return result
 
     def outputs(self, **factors: Tensor) -> tuple[Tensor, ...]:
         """Call the kernel, and return its results."""
-        found = self.run(**factors)
-        return found if isinstance(found, tuple) else (found,)
+        results = self.run(**factors)
+        return results if isinstance(results, tuple) else (results,)
 
-    def averaged(self, ups: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    def averaged_gradients(self, upstream: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """Return gradients at the factors in ``live``: averages over nodes, times the shares.
 
         Args:
-            ups: the gradient at each of the results, or None for 0.
+            upstream: the gradient at each of the results, or None for 0.
         """
         rule, live = self.reading.mode.rule, self.live
-        family, nodes, found = FAMILY[rule], self._nodes(), dict[str, Tensor]()
-        for i, node in nodes:
-            for name, gradient in self._at(i, node, ups, live).items():
-                part = gradient * (family[self.role(name)].share / len(nodes))
-                found[name] = found[name] + part if name in found else part
-        return found
+        family, nodes, total = FAMILY[rule], self._indexed_nodes(), dict[str, Tensor]()
+        for index, node in nodes:
+            for name, gradient in self._gradients_at_node(index, node, upstream, live).items():
+                share = gradient * (family[self.role_of(name)].share / len(nodes))
+                total[name] = total[name] + share if name in total else share
+        return total
 
-    def _at(
-        self, number: int, node: float, ups: Sequence[Tensor | None], live: Mapping[str, Tensor]
+    def _gradients_at_node(
+        self, index: int, node: float, upstream: Sequence[Tensor | None], live: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return the gradients at the point ``node`` between references (0) and factors (1)."""
-        at = {name: x.detach() for name, x in self.factors.items()}
-        names = [name for name in live if name in at]
+        """Return the gradients of ``live`` factors at the node between references and factors."""
+        values = {name: x.detach() for name, x in self.factors.items()}
+        names = [name for name in live if name in values]
         for name in names:
-            at[name] = self._between(name, at[name], node).detach().requires_grad_()
-        for name, values in self.at_nodes.items():
-            at[name] = at[f"{name}@{number}"] = values[number].detach().requires_grad_()
-            names.append(f"{name}@{number}")
+            values[name] = self._value_between(name, values[name], node).detach().requires_grad_()
+        for name, states in self.at_nodes.items():
+            values[name] = values[f"{name}@{index}"] = states[index].detach().requires_grad_()
+            names.append(f"{name}@{index}")
         with torch.enable_grad(), unseen():
-            outs = self.outputs(**{name: x for name, x in at.items() if "@" not in name})
+            results = self.outputs(**{name: x for name, x in values.items() if "@" not in name})
             if self.gate is None:
-                return self._back(outs, at, names, ups)
-            (out, *added), (up,) = outs, ups
-            assert up is not None and self.result is not None and self.mapped is not None
+                return self._gradients_at_factors(results, values, names, upstream)
+            (result, *added), (at_product,) = results, upstream  # of (map(result) + added) gate
+            assert at_product is not None and self.result is not None and self.mapped is not None
             gate = self.gate.detach()
             if FAMILY[self.reading.mode.rule]["gate"].reference == "rest":
                 gate = self.at_rest + (gate - self.at_rest) * node
-            to_result, map_back, is_affine = self._map(up * gate)
-            found = self._back(outs, at, names, [to_result, *(up * gate for _ in added)])
+            at_result, apply_map, is_affine = self._linear_map(at_product * gate)
+            at_results = [at_result, *(at_product * gate for _ in added)]
+            gradients = self._gradients_at_factors(results, values, names, at_results)
             if _GATE in live:
                 if is_affine:  # the map's constant, such as a norm's bias, counts as content
-                    mapped = map_back(out.detach() - node * self.result.detach())
+                    mapped = apply_map(result.detach() - node * self.result.detach())
                     mapped = mapped + node * self.mapped.detach()
                 else:
-                    mapped = map_back(out.detach())
-                found[_GATE] = up * sum((x.detach().reshape(up.shape) for x in added), mapped)
-        return found
+                    mapped = apply_map(result.detach())
+                added = [x.detach().reshape(at_product.shape) for x in added]
+                gradients[_GATE] = at_product * sum(added, mapped)
+        return gradients
 
-    def _back(
+    def _gradients_at_factors(
         self,
-        outs: Sequence[Tensor],
-        at: Mapping[str, Tensor],
+        results: Sequence[Tensor],
+        values: Mapping[str, Tensor],
         names: list[str],
-        ups: Sequence[Tensor | None],
+        upstreams: Sequence[Tensor | None],
     ) -> dict[str, Tensor]:
+        """Return the gradients of results at named values, 0 for a value that no result reads."""
         if not names:
             return {}
-        pairs = [
-            (out, up.to(out.dtype).reshape(out.shape))
-            for out, up in zip(outs, ups, strict=True)
-            if up is not None
-        ]
-        outs, ups = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outs, [at[name] for name in names], ups, allow_unused=True)
+        pairs = [(x, g) for x, g in zip(results, upstreams, strict=True) if g is not None]
+        seeds = [g.to(x.dtype).reshape(x.shape) for x, g in pairs]
+        ends = [values[name] for name in names]
+        gradients = torch.autograd.grad([x for x, _ in pairs], ends, seeds, allow_unused=True)
         return {
-            name: torch.zeros_like(at[name]) if gradient is None else gradient
-            for name, gradient in zip(names, found, strict=True)
+            name: torch.zeros_like(values[name]) if gradient is None else gradient
+            for name, gradient in zip(names, gradients, strict=True)
         }
 
-    def _map(self, up: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], bool]:
-        """Return the gradient at the kernel's result, and the linear map after it as a function.
+    def _linear_map(self, upstream: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], bool]:
+        """Return the gradient at the kernel's result, given the gradient at the mapped result.
 
-        The third result is True if the map adds a constant.
+        Also return the linear map as a function, and True if the map adds a constant.
         """
         result, mapped = self.result, self.mapped
         assert result is not None and mapped is not None
         if mapped is result:
-            return up, lambda out: out, False
+            return upstream, lambda x: x, False
         constants: list[Tensor] = []
-        up = up.to(mapped.dtype).requires_grad_()
-        # constants are met elsewhere
+        upstream = upstream.to(mapped.dtype).requires_grad_()
+        # note the map's constants here; their contribution is written by another pass
         with self.reading.mode.ledger.entries_to(lambda _, value, where: constants.append(value)):
-            (back,) = torch.autograd.grad(mapped, result, up, create_graph=True)
+            (at_result,) = torch.autograd.grad(mapped, result, upstream, create_graph=True)
 
-        def forward(out: Tensor) -> Tensor:
-            # the derivative of the gradient with respect to ``up``
-            return torch.autograd.grad(back, up, out.reshape(back.shape))[0]
+        def apply_map(x: Tensor) -> Tensor:
+            # the gradient is linear in ``upstream``, and its derivative there is the map
+            return torch.autograd.grad(at_result, upstream, x.reshape(at_result.shape))[0]
 
-        return back.detach(), forward, bool(constants)
+        return at_result.detach(), apply_map, bool(constants)
 
-    def _between(self, name: str, factor: Tensor, node: float) -> Tensor:
+    def _value_between(self, name: str, factor: Tensor, node: float) -> Tensor:
+        """Return the point ``node`` from a factor's reference (0) to the factor (1)."""
         role, dim = self.roles[name]
         reference = FAMILY[self.reading.mode.rule][role].compared_with(self.softmax)
         if reference == "own":
@@ -212,28 +213,29 @@ class Core:
         if reference == "rest":
             return factor * node
         mask = self.reading.mask
-        if mask is not None:  # with a cache, of keys; queries and steps are of the last tokens
+        if mask is not None:  # with a cache it covers earlier keys; other factors lack them
             mask = mask[:, -factor.shape[dim] :]
-        mean = running_mean(factor.movedim(dim, 1), mask, self.before.get(name)).movedim(1, dim)
-        return torch.lerp(mean, factor, node)
+        mean = running_mean(factor.movedim(dim, 1), mask, self.sums_before.get(name))
+        return torch.lerp(mean.movedim(1, dim), factor, node)
 
-    def followed(self, ups: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    def gradients_on_paths(self, upstream: Sequence[Tensor | None]) -> dict[str, Tensor]:
         """Return gradients at the factors in ``live``, only along paths that the pass follows."""
         labels = self.reading.mode.labels
-        found, begun = self.averaged(ups), labels.begun
-        if labels.label == "content":
-            for name in found:
-                if self.role(name) != "content":
-                    begun.setdefault(self.role(name), {})[self.key, name] = found[name]
-                    found[name] = torch.zeros_like(found[name])
+        gradients, path_starts = self.averaged_gradients(upstream), labels.path_starts
+        if labels.label == "content":  # gradients at other factors are starts for later passes
+            for name in gradients:
+                if self.role_of(name) != "content":
+                    path_starts.setdefault(self.role_of(name), {})[self.key, name] = gradients[name]
+                    gradients[name] = torch.zeros_like(gradients[name])
         elif labels.label is not None:
-            for name in found:
-                before = begun[labels.label].pop((self.key, name), None)
-                found[name] = found[name] if before is None else found[name] + before
-        return found
+            for name in gradients:
+                from_content = path_starts[labels.label].pop((self.key, name), None)
+                if from_content is not None:
+                    gradients[name] = gradients[name] + from_content
+        return gradients
 
 
-def divided(core: Core, value: Tensor | None = None) -> tuple[Tensor, ...]:
+def divide(core: Core, value: Tensor | None = None) -> tuple[Tensor, ...]:
     """Return the results of a core as tensors whose gradients are divided among the core's factors.
 
     Args:
@@ -243,8 +245,8 @@ def divided(core: Core, value: Tensor | None = None) -> tuple[Tensor, ...]:
     with unseen():
         # without the value's own graph, which no relevance passes
         value = None if value is None else value.detach()
-        found: tuple[Tensor, ...] = _Divided.apply(core, value, *core.live.values())  # type: ignore[no-untyped-call]
-    return found
+        results: tuple[Tensor, ...] = _Divided.apply(core, value, *core.live.values())  # type: ignore[no-untyped-call]
+    return results
 
 
 class _Divided(torch.autograd.Function):
@@ -253,28 +255,27 @@ class _Divided(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, core: Core, value: Tensor | None, *live: Tensor) -> tuple[Tensor, ...]:
         if value is None:
-            found = core.outputs(**{name: x.detach() for name, x in core.factors.items()})
+            results = core.outputs(**{name: x.detach() for name, x in core.factors.items()})
         else:
-            found = (value,)
-        outs = [x.detach() for x in found]
+            results = (value,)
+        detached = [x.detach() for x in results]
         ctx.core = core
-        ctx.save_for_backward(*outs)
+        ctx.save_for_backward(*detached)
         ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in outs)
+        return tuple(x.view_as(x) for x in detached)
 
     @staticmethod
-    def backward(ctx: Any, *ups: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         core: Core = ctx.core
-        outs = ctx.saved_tensors
-        if all(up is None for up in ups):
-            ups = (torch.zeros_like(outs[0]), *ups[1:])
-        found, live = core.followed(ups), core.live
-        if core.reading.mode.labels.label is None:  # the account is of all paths
-            count = len(outs[0])
-            rest = sum_tensors(
-                by_example(up * x, count) for up, x in zip(ups, outs, strict=True) if up is not None
-            )
+        results = ctx.saved_tensors
+        if all(gradient is None for gradient in upstream):  # averaging needs one
+            upstream = (torch.zeros_like(results[0]), *upstream[1:])
+        gradients, live = core.gradients_on_paths(upstream), core.live
+        if core.reading.mode.labels.label is None:  # references are accounted for all paths at once
+            batch = len(results[0])
+            pairs = [(g, x) for g, x in zip(upstream, results, strict=True) if g is not None]
+            rest = sum_tensors(sum_per_example(g * x, batch) for g, x in pairs)
             for name, x in live.items():
-                rest = rest - by_example(found[name] * x.detach(), count)
+                rest = rest - sum_per_example(gradients[name] * x.detach(), batch)
             core.reading.mode.ledger.write_rest(rest)
-        return None, None, *(found[name].to(x.dtype) for name, x in live.items())
+        return None, None, *(gradients[name].to(x.dtype) for name, x in live.items())

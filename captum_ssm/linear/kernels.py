@@ -1,7 +1,7 @@
 """Entries: functions that call kernels with the roles of the kernels' arguments.
 
 An entry receives the reading, a kernel, and the arguments of a kernel call, and computes the result
-by :meth:`.Reading.moved`. Most kernels take vectors (B, L, ...) and share one entry, which derives
+by :meth:`.Reading.call`. Most kernels take vectors (B, L, ...) and share one entry, which derives
 roles from argument names; the others have separate entries. Kernels that act on single tokens need
 no roles: :mod:`captum_ssm.tracing.repair.fused` replaces them by torch functions.
 """
@@ -29,21 +29,21 @@ from ..tracing.hooks import detached
 from ..tracing.repair.fused import gated_norm
 from ..tracing.repair.loops import Repair, replacing
 from .divided import Core
-from .reading import READ, STATES, Reading, Roles, now
+from .reading import READ, STATES, Reading, Roles, current_reading
 
 #: Computes a kernel's result from the reading of a mixer call, the kernel and its arguments.
 Entry = Callable[..., Any]
 
 
 def _roles(dim: int, **names: str) -> Roles:
-    """Return role and token dimension by argument name; content comes first.
+    """Return each argument's role and token dimension, by argument name.
 
     Args:
         dim: the dimension of the tokens.
-        **names: for each role the argument names, separated by spaces.
+        **names: for each role the names of its arguments, separated by spaces.
     """
     roles: Mapping[Any, str] = names
-    return {name: (role, dim) for role, of_it in roles.items() for name in of_it.split()}
+    return {name: (role, dim) for role, words in roles.items() for name in words.split()}
 
 
 _CONTENT = _roles(-1, content="x")
@@ -60,7 +60,7 @@ _VECTORS = _roles(
 #: Roles for shape (B, H, L, P).
 _PAIRS = _roles(-2, content="value", query="query", key="key")
 
-#: Arguments that change the meaning of a kernel's result, which entries do not support.
+#: Names of arguments that entries do not support: they change the meaning of a kernel's result.
 _UNSUPPORTED = frozenset(
     (
         *("initial_states", "initial_state", "seq_idx", "cu_seqlens", "cu_seq_lens_q"),
@@ -74,63 +74,63 @@ _UNSUPPORTED = frozenset(
 _LAST = frozenset(("return_last_state", "return_final_states", "output_final_state"))
 
 
-def _vectors(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
+def _call_by_names(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a kernel whose arguments are vectors (B, L, ...), with roles by argument name."""
-    return _by_name(reading, kernel, args, given, softmax=False)
+    return _call_with_roles(reading, kernel, args, kwargs, softmax=False)
 
 
-def _softmax_vectors(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    """Call a kernel of softmax attention, as :func:`_vectors` does."""
-    return _by_name(reading, kernel, args, given, softmax=True)
+def _call_softmax(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a kernel of softmax attention, as :func:`_call_by_names` does."""
+    return _call_with_roles(reading, kernel, args, kwargs, softmax=True)
 
 
-def _by_name(
+def _call_with_roles(
     reading: Reading,
     kernel: Callable[..., Any],
     args: tuple[Any, ...],
-    given: dict[str, Any],
+    kwargs: dict[str, Any],
     *,
     softmax: bool,
 ) -> Any:
-    names = "q", "k", "p", "query", "key"
-    called = functools.partial(kernel, *args, **given)
-    if not _bind(kernel, args, given):
-        return reading.give_up(called)
-    z = given.pop("z", None)
-    if reading.mode.divides and given.get("use_qk_l2norm_in_kernel"):
-        given["use_qk_l2norm_in_kernel"] = False  # outside, where lengths are frozen
-        given |= {name: unit_vectors(given[name]) for name in names if name in given}
-    if reading.mode.divides and given.get("normalize"):  # by sums of rows, which are constants
-        return reading.give_up(called)
-    roles = {name: role for name, role in _VECTORS.items() if isinstance(given.get(name), Tensor)}
-    factors = {name: given.pop(name) for name in roles}
-    for name in STATES & given.keys():
-        if isinstance(given[name], Tensor):  # a copy, as the cache is written to later
-            roles[name], factors[name] = ("content", 1), given.pop(name).clone()
-    if not factors or any(map(reading.mode.is_live, given.values())):
-        return reading.give_up(called)
-    if reading.carried is not None and any(given.get(name) is True for name in _LAST):
-        y, state = reading.moved_with_state(
-            functools.partial(kernel, **given), roles, factors, softmax
-        )
-        return (y if z is None else y * F.silu(z)), state
-    rest: list[Any] = []
+    """Call a kernel on vectors (B, L, ...), whose roles follow from the names of its arguments."""
+    vector_names = "q", "k", "p", "query", "key"
+    original_call = functools.partial(kernel, *args, **kwargs)
+    if not _add_by_name(kernel, args, kwargs):
+        return reading.give_up(original_call)
+    z = kwargs.pop("z", None)  # the gate of mamba_ssm, which is applied below
+    if reading.mode.divides and kwargs.get("use_qk_l2norm_in_kernel"):
+        kwargs["use_qk_l2norm_in_kernel"] = False  # outside, where lengths are frozen
+        kwargs |= {name: unit_vectors(kwargs[name]) for name in vector_names if name in kwargs}
+    if reading.mode.divides and kwargs.get("normalize"):  # by sums of rows, which are constants
+        return reading.give_up(original_call)
+    roles = {name: role for name, role in _VECTORS.items() if isinstance(kwargs.get(name), Tensor)}
+    factors = {name: kwargs.pop(name) for name in roles}
+    for name in STATES & kwargs.keys():
+        if isinstance(kwargs[name], Tensor):  # a copy, as the cache is written to later
+            roles[name], factors[name] = ("content", 1), kwargs.pop(name).clone()
+    if not factors or any(map(reading.mode.is_live, kwargs.values())):  # a live one has no role
+        return reading.give_up(original_call)
+    if reading.carried is not None and any(kwargs.get(name) is True for name in _LAST):
+        run_with_state = functools.partial(kernel, **kwargs)
+        out, state = reading.call_with_state(run_with_state, roles, factors, softmax)
+        return (out if z is None else out * F.silu(z)), state
+    further_results: list[Any] = []
 
     def run(**factors: Tensor) -> Tensor:
-        out = kernel(**factors, **given)
+        out = kernel(**factors, **kwargs)
         if isinstance(out, tuple):
-            out, *rest[:] = out
-        found: Tensor = out
-        return found
+            out, *further_results[:] = out
+        result: Tensor = out
+        return result
 
-    y = reading.moved(run, roles, factors, softmax)
-    rest = [_unread(x) for x in rest]
-    y = y if z is None else y * F.silu(z)
-    return (y, *rest) if rest else y
+    out = reading.call(run, roles, factors, softmax)
+    further_results = [_zeros_for_state(x) for x in further_results]
+    out = out if z is None else out * F.silu(z)
+    return (out, *further_results) if further_results else out
 
 
-def _unread(x: Any) -> Any:
-    """Replace a returned last state by zeros, since an explained run does not use this state."""
+def _zeros_for_state(x: Any) -> Any:
+    """Return zeros for a last state, which an explained run does not use; ``x`` if no tensor."""
     if not isinstance(x, Tensor):
         return x
     with unseen():
@@ -138,34 +138,35 @@ def _unread(x: Any) -> Any:
 
 
 @functools.cache
-def _names(kernel: Callable[..., Any]) -> tuple[str, ...]:
-    found = inspect.signature(kernel).parameters.values()
-    return tuple(x.name for x in found if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY))
+def _parameters(kernel: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of a kernel's parameters, without ``*args`` and ``**kwargs``."""
+    parameters = inspect.signature(kernel).parameters.values()
+    return tuple(x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY))
 
 
-def _bind(kernel: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any]) -> bool:
-    """Add positional arguments to ``given`` by name; return False if they have no names."""
-    given |= zip(_names(kernel), args, strict=False)
-    return len(args) <= len(_names(kernel))
+def _add_by_name(kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Add positional arguments to ``kwargs`` by name; return False if some have no name."""
+    kwargs |= zip(_parameters(kernel), args, strict=False)
+    return len(args) <= len(_parameters(kernel))
 
 
-def _delta(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    """Call a gated delta rule; replace the kernel for one token, which has no gradients."""
-    called = functools.partial(kernel, *args, **given)
-    if not _bind(kernel, args, given):
-        return reading.give_up(called)
-    values = given.get("v", given.get("value"))
-    if values is not None and values.shape[1] == 1 and given.get("initial_state") is not None:
-        kernel = _by_token(kernel)
-    return _vectors(reading, kernel, **given)
+def _call_delta(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a gated delta rule; for one token after a state, use a torch form with gradients."""
+    original_call = functools.partial(kernel, *args, **kwargs)
+    if not _add_by_name(kernel, args, kwargs):
+        return reading.give_up(original_call)
+    values = kwargs.get("v", kwargs.get("value"))
+    if values is not None and values.shape[1] == 1 and kwargs.get("initial_state") is not None:
+        kernel = _step_by_torch(kernel)
+    return _call_by_names(reading, kernel, **kwargs)
 
 
 @functools.cache
-def _by_token(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _step_by_torch(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return a torch form of the gated delta rule for one token (B, 1, H, P) after a state.
 
-    It replaces kernels for one token, which have no gradients. It keeps the kernel's signature, by
-    which :func:`_bind` names arguments.
+    The kernels for one token have no gradients. The form keeps the signature of ``kernel``, by
+    which :func:`_add_by_name` names arguments.
     """
 
     @functools.wraps(kernel)
@@ -175,56 +176,59 @@ def _by_token(kernel: Callable[..., Any]) -> Callable[..., Any]:
         initial_state: Tensor,
         use_qk_l2norm_in_kernel: bool = False,
         scale: float | None = None,
-        **given: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        query, key, value = (given.pop(x, given.pop(x[0], None)) for x in ("query", "key", "value"))
-        unknown = [x for x in _names(kernel) if x not in _LAST and _is_given(given.get(x))]
+        names = "query", "key", "value"  # or only the first letter
+        query, key, value = (kwargs.pop(x, kwargs.pop(x[0], None)) for x in names)
+        unknown = [x for x in _parameters(kernel) if x not in _LAST and _is_set(kwargs.get(x))]
         if unknown:
             raise CachedStateError(
                 f"{kernel.__name__} was called with {unknown[0]}=, which has no known gradients in "
                 "a run that continues from a cache. Pass the whole sequence in one call, without "
                 "a cache."
             )
-        heads, wide = value.shape[2], torch.promote_types(value.dtype, torch.float32)
-        q, k = (x.to(wide)[:, 0].repeat_interleave(heads // x.shape[2], 1) for x in (query, key))
+        heads, dtype = value.shape[2], torch.promote_types(value.dtype, torch.float32)
+        q, k = (x.to(dtype)[:, 0].repeat_interleave(heads // x.shape[2], 1) for x in (query, key))
         q, k = map(unit_vectors, (q, k)) if use_qk_l2norm_in_kernel else (q, k)
-        v, decay, rate = (x.to(wide)[:, 0] for x in (value, g.to(wide).exp(), beta))
-        decay = decay[..., None] if g.dim() > 3 else decay[..., None, None]
-        state = initial_state.to(wide) * decay
-        new = (v - torch.einsum("bhnp,bhn->bhp", state, k)) * rate[..., None]
-        state = state + k[..., None] * new[:, :, None]
+        v, decay, write_rate = (x.to(dtype)[:, 0] for x in (value, g.to(dtype).exp(), beta))
+        decay = decay[..., None] if g.dim() > 3 else decay[..., None, None]  # by channel or head
+        state = initial_state.to(dtype) * decay
+        written = (v - torch.einsum("bhnp,bhn->bhp", state, k)) * write_rate[..., None]
+        state = state + k[..., None] * written[:, :, None]
         q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
         return torch.einsum("bhnp,bhn->bhp", state, q)[:, None].to(value.dtype), state
 
     return step
 
 
-def _rwkv7(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    """Call chunk_rwkv7 with erasing keys and steps as factors, in place of their products."""
-    if not _bind(kernel, args, given) or reading.step is None:
-        return reading.give_up(kernel, **given)
-    erase = -given.pop("a")
-    step = torch.unflatten(reading.step, -1, given.pop("b").shape[-2:])
-    return _vectors(reading, _by_erasing(kernel), erase=erase, erase_step=step, **given)
+def _call_rwkv7(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call chunk_rwkv7 with erasing keys and steps (from :func:`_rwkv7_keys`) as two factors."""
+    if not _add_by_name(kernel, args, kwargs) or reading.step is None:
+        return reading.give_up(kernel, **kwargs)
+    erase = -kwargs.pop("a")
+    step = torch.unflatten(reading.step, -1, kwargs.pop("b").shape[-2:])
+    return _call_by_names(reading, _of_erasing(kernel), erase=erase, erase_step=step, **kwargs)
 
 
 @functools.cache
-def _by_erasing(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def call(erase: Tensor, erase_step: Tensor, **given: Any) -> Any:
-        return kernel(a=-erase, b=erase * erase_step, **given)
+def _of_erasing(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return chunk_rwkv7 as a function of erasing keys and steps, from which it gets a and b."""
+
+    def call(erase: Tensor, erase_step: Tensor, **kwargs: Any) -> Any:
+        return kernel(a=-erase, b=erase * erase_step, **kwargs)
 
     return call
 
 
-def _updated_keys(
+def _rwkv7_keys(
     reading: Reading, kernel: Callable[..., Tensor], k: Tensor, a: Tensor, ka: Tensor
 ) -> Tensor:
-    """Compute fused_k_rwkv7, keys (B, L, H N) updated by steps ``a``, by torch functions."""
-    wide, reading.step = _wide(k), a
-    return (wide + wide * (a - 1) * ka).to(k.dtype)
+    """Compute fused_k_rwkv7, keys (B, L, H N) updated by steps ``a``; store the steps."""
+    keys, reading.step = _wide(k), a
+    return (keys + keys * (a - 1) * ka).to(k.dtype)
 
 
-def _mixed(
+def _rwkv7_mixing(
     reading: Reading, kernel: Callable[..., Any], hidden: Tensor, delta: Tensor, *shares: Tensor
 ) -> list[Tensor]:
     """Compute fused_addcmul_rwkv7, whose backward pass overwrites ``hidden``."""
@@ -232,7 +236,7 @@ def _mixed(
     return [(x + change * share).to(hidden.dtype) for share in shares]
 
 
-def _corrected(
+def _rwkv7_output(
     reading: Reading,
     kernel: Callable[..., Tensor],
     o: Tensor,
@@ -243,26 +247,27 @@ def _corrected(
     g: Tensor,
 ) -> Tensor:
     """Compute RWKV-7's gate_output_correction, (o + (r . (r_k k)) v) g, as one product."""
-    own = (_wide(reading.selecting(r)) * reading.selecting(k) * r_k).sum(-1, keepdim=True)
+    own = (_wide(reading.for_keys(r)) * reading.for_keys(k) * r_k).sum(-1, keepdim=True)
     if not reading.mode.divides:
         return ((o + (own * v).flatten(-2)) * g).to(o.dtype)
     mixer: Any = reading.mixer
     with torch.no_grad(), unseen():
         out = kernel(*(x.detach() for x in (o, r, k, r_k, v, g)))
         at_rest = mixer.g_lora(r.new_zeros(1, 1, mixer.hidden_size))
-    return reading.corrected(out, o, own, g, at_rest)
+    return reading.divide_corrected(out, o, own, g, at_rest)
 
 
-def _normalized(reading: Reading, kernel: Callable[..., Tensor], x: Tensor) -> Tensor:
+def _compute_l2_norm(reading: Reading, kernel: Callable[..., Tensor], x: Tensor) -> Tensor:
     """Compute fla's l2_norm by torch functions."""
     return unit_vectors(_wide(x)).to(x.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:
+    """Convert to float32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _conv(
+def _call_conv(
     reading: Reading,
     kernel: Callable[..., Tensor],
     x: Tensor,
@@ -271,28 +276,28 @@ def _conv(
     activation: str | None = None,
     **options: Any,
 ) -> Tensor:
-    """Call causal_conv1d_fn on x (B, D, L), with bias and activation as torch functions."""
-    written = reading.written(x)
+    """Call causal_conv1d_fn on x (B, D, L); add the bias and apply the activation by torch."""
+    gated = reading.gated_core(x)
 
-    def convolve(x: Tensor, bias: Tensor | None = bias if written is None else None) -> Tensor:
+    def convolve(x: Tensor, bias: Tensor | None = bias if gated is None else None) -> Tensor:
         return kernel(x, weight, bias, activation=None, **options)
 
-    def moved(x: Tensor) -> Tensor:
+    def convolve_freely(x: Tensor) -> Tensor:
         out: Tensor = _Convolved.apply(x, convolve)  # type: ignore[no-untyped-call]
         return out
 
-    if written is not None:
-        return _between_gates(reading, moved, x, written, weight, bias)
-    out = reading.moved(moved, _CONTENT, {"x": x})
+    if gated is not None:
+        return _convolve_between_gates(reading, convolve_freely, x, gated, weight, bias)
+    out = reading.call(convolve_freely, _CONTENT, {"x": x})
     if bias is not None:
         out = reading.mode.ledger.included(out, bias[:, None])
     if activation not in ("silu", "swish", None):
-        reading.given_up = True
+        reading.given_up = True  # the result is then replaced by an adapter's
     return out if activation is None else F.silu(out)
 
 
 class _Convolved(torch.autograd.Function):
-    """A causal convolution (B, D, L); backward convolves reversed gradients, with nothing saved."""
+    """A causal convolution (B, D, L) that saves nothing: backward convolves reversed gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, convolve: Callable[..., Tensor]) -> Tensor:
@@ -301,15 +306,15 @@ class _Convolved(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        found: Tensor = ctx.convolve(gradient.flip(-1).contiguous(), None)
-        return found.flip(-1), None
+        at_input: Tensor = ctx.convolve(gradient.flip(-1).contiguous(), None)
+        return at_input.flip(-1), None
 
 
-def _between_gates(
+def _convolve_between_gates(
     reading: Reading,
     convolve: Callable[[Tensor], Tensor],
     x: Tensor,
-    written: Core,
+    gated: Core,
     weight: Tensor,
     bias: Tensor | None,
 ) -> Tensor:
@@ -319,36 +324,37 @@ def _between_gates(
         reading: the reading.
         convolve: the convolution without its bias.
         x: the convolution's input (B, D, K + L), where the first K tokens are from a cache.
-        written: the product of gate and content, the last L tokens of ``x``.
+        gated: the product of gate and content, the last L tokens of ``x``.
         weight, bias: weight (D, taps) and bias (D,) of the convolution.
     """
-    roles, factors = dict(written.roles), dict(written.factors)
-    tokens, taps = factors["other"].shape[-1], weight.shape[-1]
-    earlier = x[..., :-tokens].clone()
-    before = product = earlier.detach()
-    if before.shape[-1] and (reading.carried is None or reading.carried.tokens):
+    roles, factors = dict(gated.roles), dict(gated.factors)
+    length, taps = factors["other"].shape[-1], weight.shape[-1]
+    earlier = x[..., :-length].clone()
+    past = product = earlier.detach()
+    if past.shape[-1] and (reading.carried is None or reading.carried.tokens):
         roles["initial_state"], factors["initial_state"] = ("content", -1), earlier
-    if bias is not None:  # a factor of constants: of the bias, and of padded tokens with biases
+    if bias is not None:  # biases, also of padded tokens, are content by a constant factor 1
         one = reading.mode.cached(x.new_ones(len(x), 1, 1), reading.mode.where())
         roles["one"], factors["one"] = ("content", -1), one
-        product = x[..., -tokens:].detach()
+        product = x[..., -length:].detach()
 
     def run(
-        input: Tensor, other: Tensor, initial_state: Tensor = before, one: Tensor | None = None
+        input: Tensor, other: Tensor, initial_state: Tensor = past, one: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        new = input * other
+        content = input * other
         if one is not None and reading.mask is not None:
-            new = torch.where(reading.mask[:, None, -tokens:], new, product * one)
-        new = torch.cat([initial_state, new], -1) if initial_state.shape[-1] else new
-        out = convolve(new)
-        return (out if one is None or bias is None else out + bias[:, None] * one), new[..., -taps:]
+            content = torch.where(reading.mask[:, None, -length:], content, product * one)
+        content = torch.cat([initial_state, content], -1) if initial_state.shape[-1] else content
+        out = convolve(content)
+        out = out if one is None or bias is None else out + bias[:, None] * one
+        return out, content[..., -taps:]  # which the cache keeps for the next chunk
 
     if reading.carried is not None:
-        return reading.moved_with_state(run, roles, factors)[0]
-    return reading.moved(lambda **given: run(**given)[0], roles, factors)
+        return reading.call_with_state(run, roles, factors)[0]
+    return reading.call(lambda **kwargs: run(**kwargs)[0], roles, factors)
 
 
-def _conv_of_fla(
+def _call_fla_conv(
     reading: Reading,
     kernel: Callable[..., Any],
     x: Tensor,
@@ -359,16 +365,16 @@ def _conv_of_fla(
 ) -> tuple[Tensor, None]:
     """Call fla's causal_conv1d on x (B, L, D), with bias and activation as torch functions."""
 
-    def convolve(x: Tensor) -> Tensor:
+    def convolve_without_bias(x: Tensor) -> Tensor:
         out: Tensor = kernel(x=x, weight=weight, bias=None, activation=None, **options)[0]
         return out
 
-    out = reading.moved(convolve, _roles(1, content="x"), {"x": x})
+    out = reading.call(convolve_without_bias, _roles(1, content="x"), {"x": x})
     out = out if bias is None else out + bias
     return (F.silu(out) if activation in ("silu", "swish") else out), None
 
 
-def _selective_scan(
+def _call_selective_scan(
     reading: Reading,
     kernel: Callable[..., Tensor],
     u: Tensor,
@@ -385,7 +391,7 @@ def _selective_scan(
 ) -> Any:
     """Call mamba_ssm's selective_scan_fn or transformers' mamba_selective_scan on u (B, D, L)."""
     with unseen():
-        on_processor = u.device.type == "cpu" and B.dim() == C.dim() == 3 and not A.is_complex()
+        on_cpu = u.device.type == "cpu" and B.dim() == C.dim() == 3 and not A.is_complex()
 
     def scan(
         u: Tensor,
@@ -396,43 +402,43 @@ def _selective_scan(
         bias: Tensor | None = delta_bias,
         softplus: bool = delta_softplus,
     ) -> Tensor:
-        if on_processor and not reading.mode.divides:
-            return _by_operator(u, delta, A, B, C, D, bias, softplus)
-        how = {"delta_bias": bias, "delta_softplus": softplus}
-        return kernel(u, delta, A, B, C, D, z=None, **options, **how)
+        if on_cpu and not reading.mode.divides:
+            return _scan_by_operator(u, delta, A, B, C, D, bias, softplus)
+        bias_options = {"delta_bias": bias, "delta_softplus": softplus}
+        return kernel(u, delta, A, B, C, D, z=None, **options, **bias_options)
 
     def run(
         u: Tensor, delta: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        dtype, wide = u.dtype, torch.promote_types(u.dtype, torch.float32)
-        u, step, B, C = (x.to(wide) for x in (u, delta, B, C))
+    ) -> tuple[Tensor, Tensor]:  # the result and the last state, in a chunk of a sequence
+        original_dtype, dtype = u.dtype, torch.promote_types(u.dtype, torch.float32)
+        u, step, B, C = (x.to(dtype) for x in (u, delta, B, C))
         step = step if delta_bias is None else step + delta_bias[:, None]
         step = F.softplus(step) if delta_softplus else step
-        alone = functools.partial(scan, D=None, bias=None, softplus=False)
-        out, state = _scanned_from(initial_state, alone, u, step, A, B, C)
-        return (out if D is None else out + u * D[:, None]).to(dtype), state
+        scan_alone = functools.partial(scan, D=None, bias=None, softplus=False)
+        out, state = _scan_from_state(initial_state, scan_alone, u, step, A, B, C)
+        return (out if D is None else out + u * D[:, None]).to(original_dtype), state
 
     roles, factors = dict(_SCAN), {"u": u, "delta": delta, "B": B, "C": C}
     if reading.carried is None:
-        y = reading.moved(scan, roles, factors)
-        state = _unread(A.expand(len(u), *A.shape)) if return_last_state else None
+        out = reading.call(scan, roles, factors)
+        state = _zeros_for_state(A.expand(len(u), *A.shape)) if return_last_state else None
     elif A.is_complex() or B.dim() != 3 or C.dim() != 3 or len(A) != u.shape[1]:
-        y, state = reading.give_up(kernel, u, delta, A, B, C), A
+        out, state = reading.give_up(kernel, u, delta, A, B, C), A
     else:
-        first = reading.carried.state_of(reading.mixer, reading.scans)
+        state_before = reading.carried.state_of(reading.mixer, reading.scans)
         reading.scans += 1
-        if first is not None:
-            roles["initial_state"], factors["initial_state"] = ("content", 1), first
-        y, state = reading.moved_with_state(run, roles, factors)
-    y = y if z is None else y * F.silu(z)
-    return y if state is None else (y, state)
+        if state_before is not None:
+            roles["initial_state"], factors["initial_state"] = ("content", 1), state_before
+        out, state = reading.call_with_state(run, roles, factors)
+    out = out if z is None else out * F.silu(z)
+    return out if state is None else (out, state)
 
 
 #: The step of the tokens that write a first state; a power of 2, by which division is exact.
 _SHORT = 2.0**-10
 
 
-def _scanned_from(
+def _scan_from_state(
     initial_state: Tensor | None,
     scan: Callable[..., Tensor],
     u: Tensor,
@@ -441,28 +447,28 @@ def _scanned_from(
     B: Tensor,
     C: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Call a selective scan from a first state (B, D, N); return the result and the last state.
+    """Scan from a first state (B, D, N), or None for 0; return the result and the last state.
 
     The kernels accept no first state. N tokens before the others write it, one column each, and N
-    tokens after the others read the last state.
+    tokens after the others, which do not change it, read the last state.
     """
-    states = A.shape[1]
-    unit = torch.eye(states, dtype=u.dtype, device=u.device).expand(len(u), states, states)
-    none, still = u.new_zeros(*u.shape[:2], states), step.new_zeros(*u.shape[:2], states)
-    before, first = unit[..., :0], 0
+    count = A.shape[1]
+    identity = torch.eye(count, dtype=u.dtype, device=u.device).expand(len(u), count, count)
+    no_input, no_step = u.new_zeros(*u.shape[:2], count), step.new_zeros(*u.shape[:2], count)
+    written_keys, writing = identity[..., :0], 0
     if initial_state is not None:
-        # what is left of each column when all are written
-        left = (torch.arange(states, device=A.device).flip(0) * A.to(u) * _SHORT).exp() * _SHORT
-        u = torch.cat([initial_state / left, u], -1)
-        step = torch.cat([still + _SHORT, step], -1)
-        before, first = unit, states
-    B = torch.cat([before, B, torch.zeros_like(unit)], -1)
-    C = torch.cat([torch.zeros_like(before), C, unit], -1)
-    y = scan(torch.cat([u, none], -1), torch.cat([step, still], -1), B, C)
-    return y[..., first:-states], y[..., -states:]
+        # the factor of each column's input: its step, and its decay until all are written
+        remaining = (torch.arange(count, device=A.device).flip(0) * A.to(u) * _SHORT).exp() * _SHORT
+        u = torch.cat([initial_state / remaining, u], -1)
+        step = torch.cat([no_step + _SHORT, step], -1)
+        written_keys, writing = identity, count
+    B = torch.cat([written_keys, B, torch.zeros_like(identity)], -1)
+    C = torch.cat([torch.zeros_like(written_keys), C, identity], -1)
+    y = scan(torch.cat([u, no_input], -1), torch.cat([step, no_step], -1), B, C)
+    return y[..., writing:-count], y[..., -count:]
 
 
-def _by_operator(
+def _scan_by_operator(
     u: Tensor,
     delta: Tensor,
     A: Tensor,
@@ -473,17 +479,16 @@ def _by_operator(
     softplus: bool,
 ) -> Tensor:
     """Compute a selective scan with a gradient only for ``u``, which halves the kernel's time."""
-    wide = torch.promote_types(u.dtype, torch.float32)
-    dt, values = delta.to(wide).mT, u.to(wide).mT
+    dtype = torch.promote_types(u.dtype, torch.float32)
+    dt, values = delta.to(dtype).mT, u.to(dtype).mT
     dt = dt if bias is None else dt + bias
-    scan = SelectiveScan(
-        F.softplus(dt) if softplus else dt, A.to(wide), B.to(wide).mT, C.to(wide).mT
-    )
-    y = scan.apply(values[..., None])[..., 0]
-    return (y if D is None else y + D * values).mT.to(u.dtype)
+    dt = F.softplus(dt) if softplus else dt
+    scan = SelectiveScan(dt, A.to(dtype), B.to(dtype).mT, C.to(dtype).mT)
+    out = scan.apply(values[..., None])[..., 0]
+    return (out if D is None else out + D * values).mT.to(u.dtype)
 
 
-def _conv_step(
+def _compute_conv_step(
     reading: Reading,
     kernel: Callable[..., Tensor],
     x: Tensor,
@@ -493,19 +498,19 @@ def _conv_step(
     activation: str | None = None,
     **options: Any,
 ) -> Tensor:
-    """Compute causal_conv1d_update on x (B, D, L), preceded by the inputs in ``conv_state``."""
+    """Compute causal_conv1d_update on x (B, D, L), after the inputs in ``conv_state``, by torch."""
     if activation not in ("silu", "swish", None):
         reading.given_up = True
     convolve = functools.partial(F.conv1d, weight=weight[:, None], groups=len(weight))
-    written = reading.written(x)
+    gated = reading.gated_core(x)
     x = torch.cat([conv_state, x], -1)[..., -(weight.shape[1] - 1 + x.shape[-1]) :]
-    if written is not None:
-        return _between_gates(reading, convolve, x, written, weight, bias)
+    if gated is not None:
+        return _convolve_between_gates(reading, convolve, x, gated, weight, bias)
     out = convolve(x, bias=bias)
     return out if activation is None else F.silu(out)
 
 
-def _scan_step(
+def _compute_scan_step(
     reading: Reading,
     kernel: Callable[..., Tensor],
     state: Tensor,
@@ -528,71 +533,72 @@ def _scan_step(
         step = (F.softplus(step) if dt_softplus else step)[..., None]
         if B.dim() > 2:  # of groups of heads
             B, C = (y.repeat_interleave(x.shape[1] // y.shape[1], 1) for y in (B, C))
-        moved = initial_state * torch.exp(step * A) + step * B[..., None, :] * x[..., None]
-        y: Tensor = (moved * C[..., None, :]).sum(-1).to(x.dtype)
+        new_state = initial_state * torch.exp(step * A) + step * B[..., None, :] * x[..., None]
+        y: Tensor = (new_state * C[..., None, :]).sum(-1).to(x.dtype)
         return (y if D is None else y + x * D)[:, None]
 
     # with a dimension for the token; a copy of the state, as the cache is written to later
     factors = {name: y[:, None] for name, y in (("x", x), ("dt", dt), ("B", B), ("C", C))}
     roles = {**{name: _VECTORS[name] for name in factors}, "initial_state": ("content", 1)}
-    y = reading.moved(run, roles, {**factors, "initial_state": state.clone()})[:, 0]
+    y = reading.call(run, roles, {**factors, "initial_state": state.clone()})[:, 0]
     return y if z is None else y * F.silu(z)
 
 
 def _mamba_inner(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Compute mamba_ssm's mamba_inner_fn: a whole mixer without its first projection."""
-    of = _bound(kernel, *args, **kwargs)
+    call = _arguments_of(kernel, *args, **kwargs)
     package = sys.modules.get("mamba_ssm.ops.selective_scan_interface")
-    if package is None or of.B is not None or of.C is not None or of.A.is_complex():
+    if package is None or call.B is not None or call.C is not None or call.A.is_complex():
         return reading.give_up(kernel, *args, **kwargs)
-    x, z = of.xz.chunk(2, dim=1)
-    conv = of.conv1d_weight[:, 0], of.conv1d_bias, "silu"
-    x = _conv(reading, package.causal_conv1d_fn, x, *conv)
-    selected = F.linear(reading.selecting(x).transpose(1, 2), of.x_proj_weight).transpose(1, 2)
-    states = of.A.shape[1]
-    t, b, c = torch.split(selected, [of.delta_proj_weight.shape[1], states, states], 1)
-    given = x, of.delta_proj_weight.to(t) @ t, of.A, b.contiguous(), c.contiguous(), of.D, z
-    bias = of.delta_bias, of.delta_softplus
-    y = _selective_scan(reading, package.selective_scan_fn, *given, *bias)
-    return F.linear(y.transpose(1, 2), of.out_proj_weight, of.out_proj_bias)
+    x, z = call.xz.chunk(2, dim=1)
+    weight, conv_bias = call.conv1d_weight[:, 0], call.conv1d_bias
+    x = _call_conv(reading, package.causal_conv1d_fn, x, weight, conv_bias, activation="silu")
+    projected = F.linear(reading.for_keys(x).transpose(1, 2), call.x_proj_weight).transpose(1, 2)
+    states = call.A.shape[1]
+    dt, b, c = torch.split(projected, [call.delta_proj_weight.shape[1], states, states], 1)
+    delta, b, c = call.delta_proj_weight.to(dt) @ dt, b.contiguous(), c.contiguous()
+    bias = {"delta_bias": call.delta_bias, "delta_softplus": call.delta_softplus}
+    scan = functools.partial(_call_selective_scan, reading, package.selective_scan_fn)
+    y = scan(x, delta, call.A, b, c, D=call.D, z=z, **bias)
+    return F.linear(y.transpose(1, 2), call.out_proj_weight, call.out_proj_bias)
 
 
-def _split_conv_scan(
+def _compute_mamba2(
     reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Tensor:
     """Compute mamba_split_conv1d_scan_combined: a Mamba-2 mixer without its first projection."""
-    of, package = _bound(kernel, *args, **kwargs), sys.modules["mamba_ssm.modules.mamba2"]
-    heads, weight, zxbcdt = len(of.dt_bias), of.conv1d_weight, of.zxbcdt
-    width = heads * (of.D.shape[1] if of.D.dim() == 2 else of.headdim or 1)
-    both = (len(weight) - width) // 2
-    beside = (zxbcdt.shape[-1] - 2 * width - 2 * both - heads) // 2
-    parts = [beside, beside, width, width + 2 * both, heads]
-    z0, x0, z, mixed, dt = torch.split(zxbcdt, parts, -1)
-    conv, scan = map(_itself, (package.causal_conv1d_fn, package.mamba_chunk_scan_combined))
-    mixed = _conv(reading, conv, mixed.transpose(1, 2), weight, of.conv1d_bias, of.activation)
-    x, b, c = torch.split(mixed.transpose(1, 2), [width, both, both], -1)
+    call, package = _arguments_of(kernel, *args, **kwargs), sys.modules["mamba_ssm.modules.mamba2"]
+    heads, weight, zxbcdt = len(call.dt_bias), call.conv1d_weight, call.zxbcdt
+    width = heads * (call.D.shape[1] if call.D.dim() == 2 else call.headdim or 1)
+    key_width = (len(weight) - width) // 2
+    mlp_width = (zxbcdt.shape[-1] - 2 * width - 2 * key_width - heads) // 2  # of a parallel MLP
+    widths = [mlp_width, mlp_width, width, width + 2 * key_width, heads]
+    z0, x0, z, xbc, dt = torch.split(zxbcdt, widths, -1)
+    conv, scan = map(_original, (package.causal_conv1d_fn, package.mamba_chunk_scan_combined))
+    xbc = _call_conv(reading, conv, xbc.transpose(1, 2), weight, call.conv1d_bias, call.activation)
+    x, b, c = torch.split(xbc.transpose(1, 2), [width, key_width, key_width], -1)
     x = torch.unflatten(x, -1, (heads, -1))
-    b, c = (torch.unflatten(reading.selecting(y), -1, (of.ngroups, -1)) for y in (b, c))
-    how = {"D": of.D, "dt_bias": of.dt_bias, "dt_softplus": True, "dt_limit": of.dt_limit}
-    y = _vectors(reading, scan, x, dt, of.A, b, c, of.chunk_size, **how).flatten(-2)
-    if of.rmsnorm_weight is None:
+    b, c = (torch.unflatten(reading.for_keys(y), -1, (call.ngroups, -1)) for y in (b, c))
+    options = {"D": call.D, "dt_bias": call.dt_bias, "dt_softplus": True, "dt_limit": call.dt_limit}
+    y = _call_by_names(reading, scan, x, dt, call.A, b, c, call.chunk_size, **options).flatten(-2)
+    if call.rmsnorm_weight is None:
         y = y * F.silu(z)
     else:
-        norm = of.rmsnorm_eps, width // of.ngroups, of.norm_before_gate
-        y = gated_norm(y, of.rmsnorm_weight, None, z, *norm)
-    if beside:
+        norm_options = call.rmsnorm_eps, width // call.ngroups, call.norm_before_gate
+        y = gated_norm(y, call.rmsnorm_weight, None, z, *norm_options)
+    if mlp_width:
         y = torch.cat([F.silu(z0) * x0, y], -1)
-    return y if of.outproj_weight is None else F.linear(y, of.outproj_weight, of.outproj_bias)
+    return y if call.outproj_weight is None else F.linear(y, call.outproj_weight, call.outproj_bias)
 
 
-def _bound(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> SimpleNamespace:
+def _arguments_of(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> SimpleNamespace:
     """Return a call's arguments by name, with the kernel's defaults."""
     call = inspect.signature(kernel).bind(*args, **kwargs)
     call.apply_defaults()
     return SimpleNamespace(**call.arguments)
 
 
-def attention(
+def call_attention(
     reading: Reading,
     kernel: Callable[..., Tensor],
     query: Tensor,
@@ -601,76 +607,76 @@ def attention(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Call torch's scaled_dot_product_attention with the roles of its arguments."""
+    """Call scaled_dot_product_attention with roles; save the heads of keys without repetition."""
     in_groups = kwargs.get("enable_gqa") or args[4:5] == (True,)
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        heads, few = query.shape[-3], dict[tuple[int, torch.Size], Tensor]()
+        heads, unrepeated = query.shape[-3], dict[tuple[int, torch.Size], Tensor]()
 
-        def whole(x: Tensor) -> Tensor:
+        def repeated_if_shared(x: Tensor) -> Tensor:  # among the queries of a group
             if in_groups or x.shape[-3] == heads:
                 return x
-            repeated = _for_queries(x, heads)
-            few[repeated.untyped_storage()._cdata, repeated.shape] = x.detach()
+            repeated = _repeat_heads(x, heads)
+            unrepeated[repeated.untyped_storage()._cdata, repeated.shape] = x.detach()
             return repeated
 
         def pack(x: Tensor) -> tuple[Tensor, bool]:
-            """Return what autograd keeps of a tensor, and whether it is heads to be repeated."""
-            found = few.get((x.untyped_storage()._cdata, x.shape))
-            return (x.detach(), False) if found is None else (found, True)
+            """Return the tensor to save, and True if its heads must be repeated when it is read."""
+            few_heads = unrepeated.get((x.untyped_storage()._cdata, x.shape))
+            return (x.detach(), False) if few_heads is None else (few_heads, True)
 
-        def unpack(kept: tuple[Tensor, bool]) -> Tensor:
-            return _for_queries(kept[0], heads) if kept[1] else kept[0]
+        def unpack(packed: tuple[Tensor, bool]) -> Tensor:
+            return _repeat_heads(packed[0], heads) if packed[1] else packed[0]
 
-        key, value = whole(key), whole(value)
-        in_few = torch.autograd.graph.saved_tensors_hooks(pack, unpack) if few else nullcontext()
-        with in_few:
+        key, value = repeated_if_shared(key), repeated_if_shared(value)
+        saving = torch.autograd.graph.saved_tensors_hooks
+        with saving(pack, unpack) if unrepeated else nullcontext():
             return kernel(query, key, value, *args, **kwargs)
 
     factors = {"query": query, "key": key, "value": value}
-    return reading.moved(run, _PAIRS, factors, softmax=True)
+    return reading.call(run, _PAIRS, factors, softmax=True)
 
 
-def _for_queries(x: Tensor, heads: int) -> Tensor:
+def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     """Repeat each head of keys or values (..., H, L, N) for the queries of a group."""
     return x.repeat_interleave(heads // x.shape[-3], -3)
 
 
-def _unrepeated(reading: Reading, kernel: Callable[..., Tensor], x: Tensor, times: int) -> Tensor:
-    """Return keys or values with one head for a group; :func:`attention` repeats these heads.
+def _keep_heads(reading: Reading, kernel: Callable[..., Tensor], x: Tensor, times: int) -> Tensor:
+    """Return keys or values with one head for a group; :func:`call_attention` repeats these heads.
 
     They are kept for the backward pass, and repeated heads would take ``times`` their memory.
     """
     return x if reading.mode.is_live(x) else kernel(x, times)
 
 
-def _unpacked(reading: Reading, kernel: Callable[..., Tensor], x: Any, times: int) -> Any:
-    """Return a single query of all heads, or its mask, where transformers packs groups as tokens.
+def _keep_query(reading: Reading, kernel: Callable[..., Tensor], x: Any, times: int) -> Any:
+    """Return a query of one token, or its mask, unchanged, in place of transformers' pack_gqa.
 
-    Means of queries are over tokens.
+    That function makes a group's heads tokens of one head, but means of queries are over tokens.
     """
     return x
 
 
-def _of_content(reading: Reading, kernel: Callable[..., Any], *args: Any, **given: Any) -> Any:
+def _call_if_frozen(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a kernel if only content and gates get relevance; else use the mixer's adapter."""
-    entry = reading.give_up if reading.mode.divides else functools.partial(_vectors, reading)
-    return entry(kernel, *args, **given)
+    call = reading.give_up if reading.mode.divides else functools.partial(_call_by_names, reading)
+    return call(kernel, *args, **kwargs)
 
 
-def _mlstm(reading: Reading, kernel: Callable[..., Any], backend: Any, **given: Any) -> Any:
+def _call_mlstm(reading: Reading, kernel: Callable[..., Any], backend: Any, **kwargs: Any) -> Any:
     """Call the kernels of mLSTM, by a backend's method, for rules that freeze their factors."""
     if "siging" in str(backend.config.chunkwise_kernel):
-        return reading.give_up(kernel, backend, **given)
-    values, keys = ("v", "k") if "v" in given else ("value", "key")
-    factors, states = {name: given.pop(name) for name in (values, keys)}, list[Any]()
-    given = {name: detached(x) for name, x in given.items()}
+        return reading.give_up(kernel, backend, **kwargs)
+    value, key = ("v", "k") if "v" in kwargs else ("value", "key")
+    factors, last_states = {name: kwargs.pop(name) for name in (value, key)}, list[Any]()
+    kwargs = {name: detached(x) for name, x in kwargs.items()}
 
     def run(**factors: Tensor) -> Tensor:
-        out, *states[:] = kernel(backend, **factors, **given)
+        out, *last_states[:] = kernel(backend, **factors, **kwargs)
         return cast(Tensor, out)
 
-    return reading.moved(run, _roles(2, content=values, key=keys), factors), *detached(states)
+    return reading.call(run, _roles(2, content=value, key=key), factors), *detached(last_states)
 
 
 #: Names of flash-linear-attention's kernels; each kernel has several of the forms below.
@@ -683,81 +689,82 @@ _FORMS = ("chunk", "fused_recurrent", "fused_chunk", "parallel")
 
 #: The entry of each kernel, by the name that modules give it.
 ENTRIES: dict[str, Entry] = {
-    "causal_conv1d_fn": _conv,
-    "causal_conv1d": _conv_of_fla,
-    "selective_scan_fn": _selective_scan,
-    "mamba_selective_scan": _selective_scan,
-    "causal_conv1d_update": _conv_step,
-    "mamba_selective_state_update": _scan_step,
-    "mamba2_selective_state_update": _scan_step,
+    "causal_conv1d_fn": _call_conv,
+    "causal_conv1d": _call_fla_conv,
+    "selective_scan_fn": _call_selective_scan,
+    "mamba_selective_scan": _call_selective_scan,
+    "causal_conv1d_update": _compute_conv_step,
+    "mamba_selective_state_update": _compute_scan_step,
+    "mamba2_selective_state_update": _compute_scan_step,
     "mamba_inner_fn": _mamba_inner,
-    "mamba_chunk_scan_combined": _vectors,
-    "mamba2_chunk_scan": _vectors,
-    "mamba_split_conv1d_scan_combined": _split_conv_scan,
-    "torch_chunk_gated_delta_rule": _delta,
-    "torch_recurrent_gated_delta_rule": _delta,
-    "chunk_kimi_delta_attention": _delta,
-    "recurrent_kimi_delta_attention": _delta,
-    "chunk_rwkv7": _rwkv7,
-    "fused_k_rwkv7": _updated_keys,
-    "fused_addcmul_rwkv7": _mixed,
-    "gate_output_correction": _corrected,
-    "l2_norm": _normalized,
-    "flash_attn_func": _softmax_vectors,
-    **{f"{form}_forgetting_attn": _softmax_vectors for form in _FORMS},
-    **{f"{form}_{name}": _vectors for name in _OF_FLA.split() for form in _FORMS},
-    **{f"{form}_{name}": _delta for name in _OF_GATED_DELTA.split() for form in _FORMS},
-    **{f"{form}_{name}": _of_content for name in _FOR_CONTENT.split() for form in _FORMS},
+    "mamba_chunk_scan_combined": _call_by_names,
+    "mamba2_chunk_scan": _call_by_names,
+    "mamba_split_conv1d_scan_combined": _compute_mamba2,
+    "torch_chunk_gated_delta_rule": _call_delta,
+    "torch_recurrent_gated_delta_rule": _call_delta,
+    "chunk_kimi_delta_attention": _call_delta,
+    "recurrent_kimi_delta_attention": _call_delta,
+    "chunk_rwkv7": _call_rwkv7,
+    "fused_k_rwkv7": _rwkv7_keys,
+    "fused_addcmul_rwkv7": _rwkv7_mixing,
+    "gate_output_correction": _rwkv7_output,
+    "l2_norm": _compute_l2_norm,
+    "flash_attn_func": _call_softmax,
+    **{f"{form}_forgetting_attn": _call_softmax for form in _FORMS},
+    **{f"{form}_{name}": _call_by_names for name in _OF_FLA.split() for form in _FORMS},
+    **{f"{form}_{name}": _call_delta for name in _OF_GATED_DELTA.split() for form in _FORMS},
+    **{f"{form}_{name}": _call_if_frozen for name in _FOR_CONTENT.split() for form in _FORMS},
 }
 #: Entries of kernels that continue from a cache, and state arguments that other entries accept.
-_STEPS = (_conv_step, _scan_step)
+_STEPS = (_compute_conv_step, _compute_scan_step)
 _WITH_CACHE = {
-    _vectors: STATES | _LAST,
-    _softmax_vectors: _LAST,
-    _delta: STATES | _LAST,
-    _rwkv7: STATES | _LAST,
-    _selective_scan: _LAST,
+    _call_by_names: STATES | _LAST,
+    _call_softmax: _LAST,
+    _call_delta: STATES | _LAST,
+    _call_rwkv7: STATES | _LAST,
+    _call_selective_scan: _LAST,
 }
 
 
-def _entered(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a wrapper of kernels that calls ``entry`` in mixers explained by their own code.
+def _decorator(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator of kernels: they call ``entry`` in mixers explained by their own code.
 
-    In other code the wrapper only calls the kernel. It leaves the mixer to its adapter if the call
-    has an argument that the entry does not support, or is one for a single token without a cache.
+    In other code it only calls the kernel. The mixer is left to its adapter if the call has an
+    argument that the entry does not support, or is one for a single token without a cache.
     """
     unsupported = _UNSUPPORTED - _WITH_CACHE.get(entry, frozenset())
 
-    def repaired(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(kernel: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(kernel)
         def call(*args: Any, **kwargs: Any) -> Any:
-            reading = now.get()
+            reading = current_reading.get()
             if reading is None:
                 return kernel(*args, **kwargs)
-            refused = unsupported if reading.continues else _UNSUPPORTED
-            unknown = any(_is_given(kwargs[name]) for name in refused & kwargs.keys())
-            step_alone = entry in _STEPS and not reading.continues
-            if reading.given_up or unknown or step_alone:
+            refused_names = unsupported if reading.continues else _UNSUPPORTED
+            has_unsupported = any(_is_set(kwargs[name]) for name in refused_names & kwargs.keys())
+            is_step_without_cache = entry in _STEPS and not reading.continues
+            if reading.given_up or has_unsupported or is_step_without_cache:
                 return reading.give_up(kernel, *args, **kwargs)
             with unseen():  # weights are constants, and get no relevance
                 args = reading.mode.without_weights(args)
                 kwargs = reading.mode.without_weights(kwargs)
             return entry(reading, kernel, *args, **kwargs)
 
-        # the kernel itself, for _itself()
+        # read by _original()
         call._kernel = kernel  # type: ignore[attr-defined]
         return call
 
-    return repaired
+    return wrap
 
 
-def _itself(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the original kernel inside a wrapper made by :func:`_entered`."""
-    found: Callable[..., Any] = getattr(kernel, "_kernel", kernel)
-    return found
+def _original(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the original kernel inside a wrapper made by :func:`_decorator`."""
+    original: Callable[..., Any] = getattr(kernel, "_kernel", kernel)
+    return original
 
 
-def _is_given(value: Any) -> bool:
+def _is_set(value: Any) -> bool:
+    """Return True unless an optional argument is None or False."""
     return value is not None and value is not False
 
 
@@ -766,14 +773,16 @@ _HOLDERS = {path.rpartition(".")[0] for path in READ} | {"fla.modules.causal_con
 
 
 def _repairs() -> Iterable[Repair]:
+    """Yield (module, attribute, decorator) for each kernel of the imported modules."""
     for holder in _HOLDERS & sys.modules.keys():
         for name in ENTRIES.keys() & vars(sys.modules[holder]).keys():
-            yield holder, name, _entered(ENTRIES[name])
+            yield holder, name, _decorator(ENTRIES[name])
     # not of models' own modules, where other functions than torch's attention follow
-    for name, entry in (("repeat_kv", _unrepeated), ("pack_gqa", _unpacked)):
-        yield "transformers.integrations.sdpa_attention", name, _entered(entry)
-    yield "mlstm_kernels.torch.backend_module", "mLSTMBackend.forward", _entered(_mlstm)
-    yield "transformers.models.xlstm.modeling_xlstm", "xLSTMBackend.forward", _entered(_mlstm)
+    for name, entry in (("repeat_kv", _keep_heads), ("pack_gqa", _keep_query)):
+        yield "transformers.integrations.sdpa_attention", name, _decorator(entry)
+    mlstm = _decorator(_call_mlstm)
+    yield "mlstm_kernels.torch.backend_module", "mLSTMBackend.forward", mlstm
+    yield "transformers.models.xlstm.modeling_xlstm", "xLSTMBackend.forward", mlstm
 
 
 _changes = Shared(lambda: replacing(_repairs()))

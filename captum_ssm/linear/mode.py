@@ -17,10 +17,10 @@ from ..operators.kernels.arithmetic import unseen, unseen_by
 from ..operators.kernels.truths import holds
 from ..tracing.hooks import detached, tensors_in
 from .carried import Carried
-from .constants import Ledger, share
-from .kernels import attention
+from .constants import Ledger, divide_gradient
+from .kernels import call_attention
 from .reading import Reading
-from .rules import BENT, FROZEN, RULES, VIEWS, plain, positional
+from .rules import BENT, FROZEN, RULES, VIEWS, plain_name, to_positional
 from .shares import Labels, Rule
 from .tags import FOLLOWED, NONE, RECOGNIZED, UNKNOWN, Tags
 
@@ -32,15 +32,15 @@ NOT_LINEAR = frozenset(f"{BENT} {FROZEN} pow glu log_softmax".split())
 _BLANK = frozenset(["empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"])
 _BLANK |= {"zeros", "zeros_like", "new_zeros"}
 _VIEWS = frozenset(["detach", *VIEWS.split()])
-#: Functions whose second factor may be a weight that a kernel has unpacked.
-_WEIGHED = frozenset(["linear", "matmul", "mm"])
+#: Functions whose second factor may be a weight, which a kernel may have unpacked.
+_WITH_WEIGHT = frozenset(["linear", "matmul", "mm"])
 #: Functions that also look up ids, but whose results do not show the token of each vector.
 _OUT_OF_SHAPE = frozenset(["index_select", "embedding_bag", "take", "take_along_dim", "gather"])
 #: Kinds of functions that need no rule, even if an argument depends on the input.
 _ATTRIBUTE, _VIEW, _PRODUCT = object(), object(), object()
 
 
-def _kinds() -> dict[Any, object]:
+def _kind_by_function() -> dict[Any, object]:
     """Return by function its kind (attribute, view or product), to skip the rules quickly."""
     attributes = "shape dtype device layout ndim is_cuda"
     sizes = "size dim stride numel is_floating_point is_complex is_contiguous __len__"
@@ -48,21 +48,21 @@ def _kinds() -> dict[Any, object]:
         view reshape permute transpose t contiguous to float double half bfloat16 clone chunk split
         unbind narrow select expand squeeze unsqueeze flatten unflatten __getitem__
     """
-    found: dict[Any, object] = {
+    kinds: dict[Any, object] = {
         getattr(Tensor, name).__get__: _ATTRIBUTE for name in attributes.split()
     }
-    found |= {getattr(Tensor, name): _ATTRIBUTE for name in sizes.split()}
+    kinds |= {getattr(Tensor, name): _ATTRIBUTE for name in sizes.split()}
     for name in views.split():
-        places = (getattr(place, name, None) for place in (Tensor, torch))
-        found |= {each: _VIEW for each in places if each is not None}
-    return found | {torch.nn.functional.linear: _PRODUCT}
+        functions = (getattr(holder, name, None) for holder in (Tensor, torch))
+        kinds |= {function: _VIEW for function in functions if function is not None}
+    return kinds | {torch.nn.functional.linear: _PRODUCT}
 
 
-_KINDS = _kinds()
+_KINDS = _kind_by_function()
 
 
 class _Refused(torch.autograd.Function):
-    """A value whose dependence on the input is unknown; it raises when a gradient reaches it."""
+    """Copies a value whose dependence on the input is unknown; raises if a gradient reaches it."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, leaf: Tensor, complaint: str) -> Tensor:
@@ -151,11 +151,11 @@ class Linearizing(TorchFunctionMode):
         self.given: Tensor | None = None
         self._ids = ids
         self._tags = None if ids is None else Tags(ids)
-        self._found = False
+        self._ids_found = False
         self._kind = FOLLOWED
-        self._tables: dict[int, LookUp] = {}
+        self._look_ups: dict[int, LookUp] = {}
         #: Tables, by address, in which ids were looked up that were computed from explained ids.
-        self._computed: dict[int, Tensor] = {}
+        self._computed_tables: dict[int, Tensor] = {}
         self._leaves = WeakIdKeyDictionary()
         self._bent = WeakIdKeyDictionary()
         self.at_rest = WeakIdKeyDictionary()
@@ -183,7 +183,7 @@ class Linearizing(TorchFunctionMode):
     @property
     def knows_root(self) -> bool:
         """True if the root is the explained input, and not a look-up of other ids."""
-        return self.root is not None and (self._ids is None or self._found)
+        return self.root is not None and (self._ids is None or self._ids_found)
 
     @property
     def tokens(self) -> int:
@@ -215,7 +215,7 @@ class Linearizing(TorchFunctionMode):
         Raises:
             OptionError: when the model looked up no ids, or the shape differs from the root's.
         """
-        shapes = {x.leaf.shape[:2] for x in self._tables.values()}
+        shapes = {x.leaf.shape[:2] for x in self._look_ups.values()}
         if shapes != {ids.shape}:
             size = None if self.root is None else tuple(self.root.shape)
             raise OptionError(
@@ -223,7 +223,7 @@ class Linearizing(TorchFunctionMode):
                 f"embeddings of shape {size}, or looked up no ids. Pass embeddings as baselines."
             )
         with unseen(), torch.no_grad():
-            return [x.table[ids.to(x.table.device)] for x in self._tables.values()]
+            return [x.table[ids.to(x.table.device)] for x in self._look_ups.values()]
 
     def leaf(self, x: Tensor) -> Tensor:
         """Return ``x`` detached, as a new leaf that counts as depending on the input."""
@@ -233,10 +233,10 @@ class Linearizing(TorchFunctionMode):
 
     def carried_states(self, carried: Carried) -> list[Tensor]:
         """Return leaves for the states of a mixer's call before a chunk of a sequence."""
-        found = [self.cached(x) for x in carried.states[len(carried.left)]]
-        for leaf in self.ledger.leaves[-len(found) :]:
-            carried.receives(leaf, self.labels)
-        return found
+        states = [self.cached(x) for x in carried.states[len(carried.states_for_next)]]
+        for leaf in self.ledger.leaves[-len(states) :]:
+            carried.watch_leaf(leaf, self.labels)
+        return states
 
     def cached(self, x: Tensor, name: str = "cache") -> Tensor:
         """Return a copy of a constant, such as a cache's tensor, and record it under a name."""
@@ -245,9 +245,9 @@ class Linearizing(TorchFunctionMode):
                 return x.clone()
             leaf = self.leaf(x.clone() if x.is_inference() else x)
             self.ledger.leaves.append(leaf)
-            start = leaf.clone()  # the model may change it in place
-            self.ledger.record(start, leaf.detach(), name)
-        return start
+            copy = leaf.clone()  # the model may change it in place
+            self.ledger.record(copy, leaf.detach(), name)
+        return copy
 
     def __torch_function__(
         self,
@@ -256,6 +256,7 @@ class Linearizing(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Call a torch function by its rule; follow ids, and refuse functions without a rule."""
         kind = _KINDS.get(func)
         if kind is _ATTRIBUTE or (kind is not None and self._is_simple(kind, args, kwargs)):
             out = func(*args, **(kwargs or {}))
@@ -264,35 +265,35 @@ class Linearizing(TorchFunctionMode):
                     self.resembles(view, args[0])
             return out
         args, kwargs = self.without_weights(args), self.without_weights(kwargs or {})
-        name = plain(func.__name__)
+        name = plain_name(func.__name__)
         check = self.checks.get(name.removesuffix("_"))
         if check is not None:
             check(name, args, kwargs)
         if name in _BLANK:
-            return self._made_blank(func(*args, **kwargs))
+            return self._record_unwritten(func(*args, **kwargs))
         if self._unwritten:
             if name in _VIEWS and self._is_unwritten(args[0]):
-                return self._made_blank(func(*args, **kwargs))
-            args, kwargs = self._read(name, args, kwargs)
-        found = _ids_and_table(name, args, kwargs)
-        if found is not None and (name == "embedding" or self._are_explained(found[0])):
-            return self._looked_up(func(*args, **kwargs), *found)
+                return self._record_unwritten(func(*args, **kwargs))
+            args, kwargs = self._check_read(name, args, kwargs)
+        look_up = _ids_and_table(name, args, kwargs)
+        if look_up is not None and (name == "embedding" or self._hold_explained(look_up[0])):
+            return self._handle_look_up(func(*args, **kwargs), *look_up)
         if not self._any_live((*args, *kwargs.values())):
-            return self._without_input(func, name, args, kwargs)
-        in_place = name[-1] == "_" and plain(name[:-1]) in RULES and name not in RULES
-        name = plain(name[:-1]) if in_place else name
+            return self._call_without_input(func, name, args, kwargs)
+        in_place = name[-1] == "_" and plain_name(name[:-1]) in RULES and name not in RULES
+        name = plain_name(name[:-1]) if in_place else name
         self.bends += name in NOT_LINEAR
         if in_place:
-            return self._in_place(func, name, args, kwargs)
+            return self._call_in_place(func, name, args, kwargs)
         if name in RULES:
             return RULES[name](self, func, args, kwargs)
         if self.reading is not None and name == "scaled_dot_product_attention":
-            return attention(self.reading, func, *args, **kwargs)
+            return call_attention(self.reading, func, *args, **kwargs)
         out = func(*args, **kwargs)
         if not self._any_live((out,)):
             return out
-        place = self.where()
-        who = f"Module {place!r}" if place else "The model, or forward_func,"
+        module = self.where()
+        source = f"Module {module!r}" if module else "The model, or forward_func,"
         remedy = (
             "A loss cannot be divided: run the model without labels, return the logits, and name a "
             "token with target=."
@@ -300,13 +301,13 @@ class Linearizing(TorchFunctionMode):
             else "If it mixes tokens, register an adapter for it (see register_mixer); else please "
             "report the function."
         )
-        return self._unknown(
+        return self._refuse(
             out,
-            f"{who} uses torch's {name}, for which no linear form is known, on a value that "
+            f"{source} uses torch's {name}, for which no linear form is known, on a value that "
             f"depends on the input. {remedy}",
         )
 
-    def _unknown(self, value: Any, complaint: str) -> Any:
+    def _refuse(self, value: Any, complaint: str) -> Any:
         """Raise for a value whose dependence on the input is unknown.
 
         With :attr:`defers` the value is returned instead, and raises if a backward pass reaches it.
@@ -319,16 +320,15 @@ class Linearizing(TorchFunctionMode):
             raise NotLinearError(complaint)
         self.bends += 1
         if type(value) in (tuple, list):
-            return type(value)(self._unknown(item, complaint) for item in value)
+            return type(value)(self._refuse(item, complaint) for item in value)
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        # backward passes ask for the ledger's leaves, and on the way to this one meet the refusal
-        self.ledger.leaves.append(self.leaf(value.new_zeros(())))
-        return _Refused.apply(  # type: ignore[no-untyped-call]
-            value.detach(), self.ledger.leaves[-1], complaint
-        )
+        # a backward pass asks for the gradient of each ledger leaf, and so runs _Refused.backward
+        leaf = self.leaf(value.new_zeros(()))
+        self.ledger.leaves.append(leaf)
+        return _Refused.apply(value.detach(), leaf, complaint)  # type: ignore[no-untyped-call]
 
-    def _made_blank(self, out: Any) -> Any:
+    def _record_unwritten(self, out: Any) -> Any:
         """Record that no torch function has written into the new tensors ``out``; return them."""
         for x in out if isinstance(out, tuple | list) else (out,):
             if isinstance(x, Tensor) and x.is_floating_point() and x.numel():
@@ -336,25 +336,26 @@ class Linearizing(TorchFunctionMode):
         return out
 
     def _is_unwritten(self, x: Any) -> bool:
+        """Return True for new memory into which no torch function has written."""
         if not isinstance(x, Tensor) or x.requires_grad:  # such as results of autograd's functions
             return False
         return x in self._unwritten and self._unwritten[x] == x._version
 
-    def _read(
+    def _check_read(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Refuse arguments that a kernel may have written without torch; return all arguments.
 
         A weight is not checked: a kernel may have unpacked it without torch, but not from an input.
         """
-        base = name if name == "copy_" else plain(name.removesuffix("_"))
-        if base not in RULES or not torch.is_grad_enabled():
+        ordinary = name if name == "copy_" else plain_name(name.removesuffix("_"))
+        if ordinary not in RULES or not torch.is_grad_enabled():
             return args, kwargs
-        writes = int(name[-1] == "_" and base != "__get__")  # to its first argument
+        written = int(name[-1] == "_" and ordinary != "__get__")  # to the first argument
         # a factor of three dimensions or more is a batch of matrices, not a weight
-        weighed = name in _WEIGHED and len(args) > 1 and args[1].dim() < 3
-        last = 1 if weighed else len(args)
-        args = (*args[:writes], *map(self.known, args[writes:last]), *args[last:])
+        has_weight = name in _WITH_WEIGHT and len(args) > 1 and args[1].dim() < 3
+        checked = 1 if has_weight else len(args)
+        args = (*args[:written], *map(self.known, args[written:checked]), *args[checked:])
         return args, {k: v if k == "out" else self.known(v) for k, v in kwargs.items()}
 
     def _is_simple(
@@ -365,7 +366,7 @@ class Linearizing(TorchFunctionMode):
         if type(x) is not Tensor:
             return False
         if x.requires_grad:
-            if x.grad_fn is None:
+            if x.grad_fn is None:  # a leaf may be a weight
                 return False
         elif not x.is_floating_point() or self._unwritten:  # ids, perhaps, which are followed
             return False
@@ -387,9 +388,9 @@ class Linearizing(TorchFunctionMode):
         """
         if type(value) in (tuple, list):
             return type(value)(map(self.known, value))
-        if not self._is_unwritten(value) or holds(value.eq(0).all()):
+        if not self._is_unwritten(value) or holds(value.eq(0).all()):  # zeros are harmless
             return value
-        return self._unknown(
+        return self._refuse(
             value,
             f"Module {self.where()!r} reads memory into which no torch function has written. If a "
             "kernel wrote it, the dependence on the input is unknown. Run the model with torch "
@@ -404,13 +405,11 @@ class Linearizing(TorchFunctionMode):
 
     def all_live(self, values: Iterable[Any]) -> bool:
         """Return True if every floating tensor in ``values`` depends on the input."""
-        for value in values:
-            if type(value) in (tuple, list):
-                if not self.all_live(value):
+        for item in values:
+            if type(item) in (tuple, list):
+                if not self.all_live(item):
                     return False
-            elif (
-                isinstance(value, Tensor) and value.is_floating_point() and not self.is_live(value)
-            ):
+            elif isinstance(item, Tensor) and item.is_floating_point() and not item.requires_grad:
                 return False
         return True
 
@@ -472,11 +471,11 @@ class Linearizing(TorchFunctionMode):
         """
         live = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
         if self.reading is not None:
-            self.reading.find_gate(live)
-        straight = [a for a in live if not self.is_bent(a)]
+            self.reading.mark_gate(live)
+        straight = [x for x in live if not self.is_bent(x)]
         if self.rule == "frozen" and 0 < len(straight) < len(live):
-            args = self._straight(args)
-            kwargs = {name: self._straight(value) for name, value in kwargs.items()}
+            args = self._detach_bent(args)
+            kwargs = {name: self._detach_bent(value) for name, value in kwargs.items()}
             live = straight
         out = func(*args, **kwargs)
         if constant is not None:
@@ -484,14 +483,15 @@ class Linearizing(TorchFunctionMode):
         if len(live) > 1:
             self.bends += 1
             if self.reading is not None:
-                joined = self.reading.product(out, live, straight)
-                if joined is not None:
-                    return joined
-            return share(out, len(live))
+                divided = self.reading.split_gate(out, live, straight)
+                if divided is not None:
+                    return divided
+            return divide_gradient(out, len(live))
         return out
 
     def _any_live(self, values: Iterable[Any]) -> bool:
-        for value in values:  # called for every function of a run
+        """Return True if a tensor in ``values`` depends on the input; called for every function."""
+        for value in values:
             if isinstance(value, Tensor):
                 if value.requires_grad:
                     return True
@@ -499,13 +499,13 @@ class Linearizing(TorchFunctionMode):
                 return True
         return False
 
-    def _straight(self, value: Any) -> Any:
+    def _detach_bent(self, value: Any) -> Any:
         """Detach the tensors in ``value`` that come directly from an activation."""
         if type(value) in (tuple, list):
-            return type(value)(self._straight(item) for item in value)
+            return type(value)(self._detach_bent(item) for item in value)
         return value.detach() if self.is_bent(value) else value
 
-    def _in_place(
+    def _call_in_place(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         """Call an in-place function by the rule of its ordinary form, and write the result."""
@@ -515,28 +515,28 @@ class Linearizing(TorchFunctionMode):
 
         x = args[0].clone()  # other results may need x as it was
         self.resembles(x, args[0])
-        ordinary = getattr(Tensor, name, on_a_copy)
+        ordinary = getattr(Tensor, name, on_a_copy)  # the copy is for functions without one
         return self.overwrite(args[0], RULES[name](self, ordinary, (x, *args[1:]), kwargs))
 
-    def _without_input(
+    def _call_without_input(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a function of constants or ids; follow the ids, or refuse an unclear look-up."""
         out = func(*args, **kwargs) if self._tags is None else self._tags.call(func, args, kwargs)
         is_look_up = name == "one_hot" or (name in _OUT_OF_SHAPE and out.is_floating_point())
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        if is_look_up and self._are_explained(*tensors):
-            raise _unknown_look_up(self.where(), name)
+        if is_look_up and self._hold_explained(*tensors):
+            raise _look_up_error(self.where(), name)
         return out
 
-    def _are_explained(self, *ids: Tensor) -> bool:
+    def _hold_explained(self, *ids: Tensor) -> bool:
         """Return True if some of the explained ids are among ``ids``."""
         tags = self._tags
         return tags is not None and any(
-            tags.follow(x) and bool((tags.places(x) > NONE).any()) for x in ids
+            tags.follows(x) and bool((tags.positions_of(x) > NONE).any()) for x in ids
         )
 
-    def _looked_up(self, out: Tensor, ids: Tensor, table: Tensor) -> Tensor:
+    def _handle_look_up(self, out: Tensor, ids: Tensor, table: Tensor) -> Tensor:
         """Return the result ``out`` of a look-up, with a graph if the ids are the explained ids.
 
         Until the explained ids are looked up, the network begins at the first look-up of any ids,
@@ -548,59 +548,59 @@ class Linearizing(TorchFunctionMode):
         tags = self._tags
         if tags is None:
             return out
-        if not tags.follow(ids):
-            # others are compared only until the ids are found: a device would be waited for
-            is_known = self._found and self._kind == FOLLOWED
+        if not tags.follows(ids):
+            # compare values only until the ids are found, since it waits for the device
+            is_known = self._ids_found and self._kind == FOLLOWED
             if is_known or not tags.recognize(ids):
-                return self._of_others(out, ids, table)
-        places = tags.places(ids)
-        if not bool((places > NONE).any()):
-            return self._of_others(out, ids, table, computed=bool((places == UNKNOWN).any()))
-        given, kind = tags.by_example(places), int(places.max()) // tags.ids.numel()
-        before = self._kind if self._found else kind
-        if (before, kind) == (FOLLOWED, RECOGNIZED):
-            return out  # positions, say, that are equal to the ids by chance
-        earlier_by_chance = (before, kind) == (RECOGNIZED, FOLLOWED) and not self.again
-        if given is None or not (kind == before or earlier_by_chance):
-            raise _unknown_look_up(self.where(), "embedding")
+                return self._embed_others(out, ids, table, computed=False)
+        positions = tags.positions_of(ids)
+        if not bool((positions > NONE).any()):
+            return self._embed_others(out, ids, table, computed=bool((positions == UNKNOWN).any()))
+        given, kind = tags.per_example(positions), int(positions.max()) // tags.ids.numel()
+        kind_before = self._kind if self._ids_found else kind
+        if (kind_before, kind) == (FOLLOWED, RECOGNIZED):
+            return out  # such as positions, equal to the ids by chance
+        earlier_by_chance = (kind_before, kind) == (RECOGNIZED, FOLLOWED) and not self.again
+        if given is None or not (kind == kind_before or earlier_by_chance):
+            raise _look_up_error(self.where(), "embedding")
         if earlier_by_chance:
-            self._found = False
-            self._tables.clear()
+            self._ids_found = False
+            self._look_ups.clear()
         self._kind = kind
-        return self._of_explained(out, given, table)
+        return self._embed_explained(out, given, table)
 
-    def _of_others(self, out: Tensor, ids: Tensor, table: Tensor, computed: bool = False) -> Tensor:
+    def _embed_others(self, out: Tensor, ids: Tensor, table: Tensor, computed: bool) -> Tensor:
         """Return the result of a look-up of ids other than the explained ids."""
         assert self._ids is not None
-        if self._found:
-            if table.data_ptr() in self._tables and (computed or ids.shape == self._ids.shape):
-                raise _other_tokens()
+        if self._ids_found:
+            if table.data_ptr() in self._look_ups and (computed or ids.shape == self._ids.shape):
+                raise _other_tokens_error()
             return out
         if computed:
-            self._computed[table.data_ptr()] = table
-        first = self.root is None and ids.dim() == 2 and len(ids) == len(self._ids)
-        return self.begin(out) if first else out
+            self._computed_tables[table.data_ptr()] = table
+        is_first = self.root is None and ids.dim() == 2 and len(ids) == len(self._ids)
+        return self.begin(out) if is_first else out
 
-    def _begun(self, out: Tensor, given: Tensor | None, table: Tensor) -> Tensor:
+    def _begin_at_table(self, out: Tensor, given: Tensor | None, table: Tensor) -> Tensor:
         """Begin the network at a table's first look-up of explained ids; return the embeddings."""
-        if table.data_ptr() in self._computed:
-            raise _other_tokens()
-        if self._found:
+        if table.data_ptr() in self._computed_tables:
+            raise _other_tokens_error()
+        if self._ids_found:
             leaf = self.leaf(out.detach().clone())
             self.again.append(LookUp(leaf, given, table.detach()))
-            self._tables[table.data_ptr()] = self.again[-1]
+            self._look_ups[table.data_ptr()] = self.again[-1]
             return leaf.clone()
         if self.root is not None and self.start is not None:
-            # the earlier look-up was not the input, but a constant
+            # the root so far, of other ids, is a constant
             self.ledger.record(self.start, self.start.detach())
             self.ledger.leaves.append(self.root)
-        self._found, self.given = True, given
-        start = self.begin(out)
+        self._ids_found, self.given = True, given
+        embeddings = self.begin(out)
         assert self.root is not None
-        self._tables[table.data_ptr()] = LookUp(self.root, given, table.detach())
-        return start
+        self._look_ups[table.data_ptr()] = LookUp(self.root, given, table.detach())
+        return embeddings
 
-    def _of_explained(self, out: Tensor, given: Tensor, table: Tensor) -> Tensor:
+    def _embed_explained(self, out: Tensor, given: Tensor, table: Tensor) -> Tensor:
         """Return the embeddings of explained ids, in any order, with a graph.
 
         A second look-up in the same table takes embeddings from the leaf of the first look-up.
@@ -612,33 +612,36 @@ class Linearizing(TorchFunctionMode):
             table: the embedding table.
         """
         assert self._ids is not None
-        everywhere = torch.arange(self._ids.shape[1], device="cpu").expand(len(given), -1)
-        known = self._tables.get(table.data_ptr())
-        if known is None:
-            is_same = given.shape == everywhere.shape and torch.equal(given, everywhere)
-            return self._begun(out, None if is_same else given, table)
-        leaf, before = known.leaf, everywhere if known.given is None else known.given
-        match = (given[:, :, None] == before[:, None]) & (given >= 0)[:, :, None]
+        all_positions = torch.arange(self._ids.shape[1], device="cpu").expand(len(given), -1)
+        earlier = self._look_ups.get(table.data_ptr())
+        if earlier is None:
+            is_same = given.shape == all_positions.shape and torch.equal(given, all_positions)
+            return self._begin_at_table(out, None if is_same else given, table)
+        leaf, earlier_given = (
+            earlier.leaf,
+            all_positions if earlier.given is None else earlier.given,
+        )
+        match = (given[:, :, None] == earlier_given[:, None]) & (given >= 0)[:, :, None]
         if bool(((given >= 0) & ~match.any(-1)).any()):
             raise InputError(
                 "The model looks up token ids twice, the second time ids that the first look-up "
                 "lacks, so no single tensor is the input. Pass embeddings (B, L, E) as inputs."
             )
-        behind = (1,) * (out.dim() - 2)
-        places = match.long().argmax(-1).view(*given.shape, *behind).expand(out.shape)
-        explained = (given >= 0).view(*given.shape, *behind).to(out.device)
+        trailing = (1,) * (out.dim() - 2)
+        sources = match.long().argmax(-1).view(*given.shape, *trailing).expand(out.shape)
+        explained = (given >= 0).view(*given.shape, *trailing).to(out.device)
         constant = torch.where(explained, torch.zeros_like(out), out).detach()
-        live = torch.where(explained, leaf.gather(1, places.to(out.device)), constant)
-        if not torch.equal(live.detach(), out.detach()):
-            raise _other_tokens()
-        self.ledger.record(live, constant)
-        return live
+        embeddings = torch.where(explained, leaf.gather(1, sources.to(out.device)), constant)
+        if not torch.equal(embeddings.detach(), out.detach()):
+            raise _other_tokens_error()
+        self.ledger.record(embeddings, constant)
+        return embeddings
 
     def without_weights(self, value: Any) -> Any:
         """Detach the parameters in ``value``, which the rules treat as coefficients."""
         if isinstance(value, Tensor):
-            foreign = value.requires_grad and value.is_leaf and value not in self._leaves
-            return value.detach() if foreign else value
+            is_weight = value.requires_grad and value.is_leaf and value not in self._leaves
+            return value.detach() if is_weight else value
         kind = type(value)
         if kind is tuple or kind is list:
             return kind([self.without_weights(v) for v in value])
@@ -652,7 +655,7 @@ def _ids_and_table(
 ) -> tuple[Tensor, Tensor] | None:
     """Return the ids that a function looks up, and the table; None for other functions."""
     if name == "embedding":
-        (ids, table, *_), _ = positional(args, kwargs, "input", "weight")
+        (ids, table, *_), _ = to_positional(args, kwargs, "input", "weight")
         # torch.embedding has them the other way round
         return (table, ids) if ids.is_floating_point() else (ids, table)
     if name != "__getitem__" or not all(isinstance(x, Tensor) for x in args):
@@ -662,7 +665,7 @@ def _ids_and_table(
     return (ids, table) if integers and table.is_floating_point() else None
 
 
-def _unknown_look_up(where: str, name: str) -> InputError:
+def _look_up_error(where: str, name: str) -> InputError:
     return InputError(
         f"Module {where!r} looks up the token ids by torch's {name}, which does not show which "
         "token each result belongs to. Pass embeddings (B, L, E) as inputs; for DNA, "
@@ -670,7 +673,7 @@ def _unknown_look_up(where: str, name: str) -> InputError:
     )
 
 
-def _other_tokens() -> InputError:
+def _other_tokens_error() -> InputError:
     return InputError(
         "The model looks up its input tokens and, in the same table, tokens computed from them, "
         "such as DNA complements, so that its embeddings are not one input. Pass embeddings "

@@ -46,7 +46,7 @@ from .carried import Carried
 from .kernels import entries
 from .mode import Linearizing
 from .reading import Reading, is_read, mask_of
-from .shares import FAMILY, Rule, is_shared, shared
+from .shares import FAMILY, Rule, apply_with_shares, has_shares
 from .sites import Site, SiteActivation, Sites
 
 
@@ -124,12 +124,12 @@ class Network(Watcher):
     continues: bool = False
     has_past: bool = False
     carried: Carried | None = None
-    _entering: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)
-    _entered: dict[int, Tensor] = field(default_factory=dict)
-    _first: dict[int, int] = field(default_factory=dict)
-    _passed_on: dict[Mixer, Mapping[int, Tensor]] = field(default_factory=dict)
-    _reads_root: dict[Any, bool] = field(default_factory=dict)
-    _is_read: dict[nn.Module, bool] = field(default_factory=dict)
+    _entering: dict[nn.Module, tuple[Tensor, ...]] = field(default_factory=dict)  # by block
+    _entered: dict[int, Tensor] = field(default_factory=dict)  # tensors that entered a block, by id
+    _first_id: dict[int, int] = field(default_factory=dict)  # by a view's id, the viewed tensor's
+    _passed_on: dict[Mixer, Mapping[int, Tensor]] = field(default_factory=dict)  # see left()
+    _reads_root: dict[Any, bool] = field(default_factory=dict)  # by graph node
+    _is_read: dict[nn.Module, bool] = field(default_factory=dict)  # see _uses_own_code()
     _readings: list[Reading] = field(default_factory=list)
 
     @property
@@ -180,7 +180,7 @@ class Network(Watcher):
         Raises:
             LayerError: if the site's module did not run.
         """
-        return self.sites.found(site)
+        return self.sites.activation_at(site)
 
     def check_ran(self) -> None:
         """Raise NoMixerError if none of the model's mixers ran."""
@@ -189,34 +189,36 @@ class Network(Watcher):
 
     @property
     def looks_away(self) -> bool:
-        return self.mode.blocks is not None and self.mode.blocks.passing is not None
+        """True while a block runs without a graph, before it runs again in a backward pass."""
+        return self.mode.blocks is not None and self.mode.blocks.entering is not None
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
+        """Record the tensors that enter a block; pass views, to separate the paths of blocks."""
         blocks = self.mode.blocks
         waits = blocks is not None and blocks.waits_for(module)  # it runs again later
         if waits or not (is_block and self.keeps_steps):
             return None
         live = [x for x in (*given[0], *given[1].values()) if self.mode.is_live(x)]
-        # several tensors, of which one may be made of another, or one that has entered a block
-        # before: this block is given views, whose gradients come from this block alone
-        several = len({id(x) for x in live}) > 1
-        again = {id(x): x.view_as(x) for x in live if several or id(x) in self._entered}
-        self._first |= {id(view): self._first.get(key, key) for key, view in again.items()}
-        self._entered |= {id(x): x for x in (*live, *again.values())}
-        self._entering[module] = tuple(again.get(id(x), x) for x in live)
-        return swapped(given, again) if again else None
+        # if several tensors enter, of which one may be computed from another, or one that entered
+        # an earlier block, this block gets views: their gradients come from this block alone
+        has_several = len({id(x) for x in live}) > 1
+        views = {id(x): x.view_as(x) for x in live if has_several or id(x) in self._entered}
+        self._first_id |= {id(view): self._first_id.get(key, key) for key, view in views.items()}
+        self._entered |= {id(x): x for x in (*live, *views.values())}
+        self._entering[module] = tuple(views.get(id(x), x) for x in live)
+        return swapped(given, views) if views else None
 
     def begin_again(self) -> None:
         """Clear the records of tensors that entered blocks, after a block has run again."""
-        for known in (self._entering, self._entered, self._first):
-            known.clear()
+        for records in (self._entering, self._entered, self._first_id):
+            records.clear()
 
     def leaves(self, module: nn.Module, output: Any) -> Any:
         """Replace a block's outputs by views, to separate them from uses inside the block."""
         live = {id(x): x for x in tensors_in(output) if self.mode.is_live(x)}
         return swapped(output, {key: x.view_as(x) for key, x in live.items()})
 
-    def _reads(self, module: nn.Module, sequence: Tensor | None) -> bool:
+    def _uses_own_code(self, module: nn.Module, sequence: Tensor | None) -> bool:
         """Return True if the mixer is explained by its own running code; see :mod:`.reading`.
 
         This is decided when the mixer's input is first known; ``sequence`` is None if it is not.
@@ -224,12 +226,13 @@ class Network(Watcher):
         ``"half"``, and without constants, to keep the coefficients of the run with constants.
         """
         if sequence is not None and module not in self._is_read:
-            by_head = any(site.at == "heads" and site.module is module for site in self.sites.cut)
-            half = self.mode.divides and not self.mode.follows_tangents
-            other = by_head or half or not self.mode.ledger.kept
-            divides, continues = self.mode.divides, self.continues
-            self._is_read[module] = not other and is_read(module, sequence, divides, continues)
-            if half and continues:
+            sites = [site.at for site in self.sites.cut if site.module is module]
+            halves_by_role = self.mode.divides and not self.mode.follows_tangents
+            needs_operator = "heads" in sites or halves_by_role or not self.mode.ledger.kept
+            self._is_read[module] = not needs_operator and is_read(
+                module, sequence, self.mode.divides, self.continues
+            )
+            if halves_by_role and self.continues:
                 raise CachedStateError(
                     "The call continues from a cache, for which rule='half' cannot compute "
                     "relevance by role. Pass roles=False, or the whole sequence without a cache."
@@ -237,9 +240,10 @@ class Network(Watcher):
         return self._is_read.get(module, False)
 
     def continued(self, name: str, cache: Any) -> Any:
+        """Return a copy of a run's cache, with leaves as tensors; refuse caches of some kinds."""
         kinds = {type(layer).__name__ for layer in getattr(cache, "layers", ())}
         kinds = {kind for kind in kinds if "Static" in kind or "Quantized" in kind}
-        if kinds:  # with room for tokens to come, or without floating numbers
+        if kinds:  # with room for later tokens, or integers
             raise CachedStateError(
                 f"{name}={type(cache).__name__} was passed, whose layers ({', '.join(kinds)}) "
                 "cannot be split. Pass a DynamicCache, or pass the whole sequence in one call."
@@ -251,138 +255,138 @@ class Network(Watcher):
                 "sequence without a cache."
             )
         self.continues = True
-        new = copied(cache, self._cached)
+        new_cache = copied(cache, self._cache_leaf)
         if self.carried is not None:
-            self.carried.cache = new
-        return new
+            self.carried.cache = new_cache
+        return new_cache
 
-    def _cached(self, x: Tensor) -> Tensor:
+    def _cache_leaf(self, x: Tensor) -> Tensor:
+        """Return a copy of a cache's tensor with a graph, and note whether it holds a past."""
         self.has_past = self.has_past or bool(x.any())  # states of an empty cache are 0
-        start = self.mode.cached(x)
+        copy = self.mode.cached(x)
         if self.carried is not None and x.is_floating_point():
-            self.carried.receives(self.mode.ledger.leaves[-1], self.mode.labels)
-        return start
+            self.carried.watch_leaf(self.mode.ledger.leaves[-1], self.mode.labels)
+        return copy
 
     def while_mixing(
         self, module: nn.Module, sequence: Tensor | None
     ) -> Sequence[AbstractContextManager[Any]]:
+        """Return contexts for the mixer's own code: under the rules, or without a graph."""
         with unseen():
-            if self._reads(module, sequence):
+            if self._uses_own_code(module, sequence):
                 reading = Reading(self.mode, sequence, self.continues, self.carried, module)
                 self._readings.append(reading)
-                return (reading.on(),)
+                return (reading.activate(),)
         return torch.no_grad(), *self.mode.looking_away()
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
         """Return the mixer's output with a linear graph, computed by its operator if necessary."""
-        real = call.output_tensor
-        if self.mode.blocks is None or not self.mode.blocks.again:
+        output = call.output_tensor
+        if self.mode.blocks is None or not self.mode.blocks.runs_again:
             self.calls[mixer] += 1
         if self.looks_away:
-            self._passed(mixer, call)
+            self._record_mask(mixer, call)
             return None
         self.mode.known(call.hidden_states)
         if self._is_read.get(mixer.module, False):
             with unseen():
-                if self._explains(self._readings.pop(), mixer, call):
+                if self._is_explained(self._readings.pop(), mixer, call):
                     return None
         call = replace(call, around={})  # windows stay windows, as later code expects them
-        with full_precision(real.device):
-            inside = functools.partial(self.sites.in_heads, mixer.module)
-            linear = self._checked(linearize(mixer, call, running=True), mixer, call)
-            out = through(linear, self.mode, inside)
+        with full_precision(output.device):
+            replace_heads = functools.partial(self.sites.record_heads, mixer.module)
+            linear = self._check_linear(linearize(mixer, call, running=True), mixer, call)
+            out = apply_mixer(linear, self.mode, replace_heads)
         if self.verify is not False:
             self._verify(mixer, call, out)
-        self._found(mixer, call, out, linear.mask)
-        return out.to(real.dtype)
+        self._record_call(mixer, call, out, linear.mask)
+        return out.to(output.dtype)
 
-    def _explains(self, reading: Reading, mixer: Mixer, call: Call) -> bool:
+    def _is_explained(self, reading: Reading, mixer: Mixer, call: Call) -> bool:
         """Return True if a mixer's own code has explained the call, and record the call."""
-        real = call.output_tensor
+        output = call.output_tensor
         if not self.continues:
             name, cache = cache_of(mixer.module, call.args, dict(call.kwargs))
             if cache is not None:
                 raise refused_cache(name, cache)
-        if not reading.explains(call) or not all_finite(real):  # an adapter knows where it began
+        if not reading.explains(call) or not all_finite(output):  # an adapter names the cause
             return False
-        self._limit(real, mixer)
+        self._error_limit(output, mixer)
         reading.mask = mask = mask_of(mixer.module, call)
-        self._found(mixer, call, real, None if mask is None else mask[:, -real.shape[1] :])
+        mask = None if mask is None else mask[:, -output.shape[1] :]  # without cached tokens
+        self._record_call(mixer, call, output, mask)
         return True
 
-    def _found(self, mixer: Mixer, call: Call, out: Tensor, mask: Tensor | None) -> None:
+    def _record_call(self, mixer: Mixer, call: Call, out: Tensor, mask: Tensor | None) -> None:
         """Record the mask of a mixer call, and its output as a :class:`Step`."""
         require_real_tokens(mask)
-        if mask is not None and self.mask is None and self._is_of_input(call):
+        if mask is not None and self.mask is None and self._reads_input(call):
             self.mask = mask
         if self.keeps_steps and self.mode.is_live(out):
-            block = () if call.block is None else self._entering[call.block]
-            again = tuple(self._first.get(id(x)) for x in block)
-            self.steps.append(Step(mixer.name, block, out, again))
+            entering = () if call.block is None else self._entering[call.block]
+            first_ids = tuple(self._first_id.get(id(x)) for x in entering)
+            self.steps.append(Step(mixer.name, entering, out, first_ids))
 
-    def _passed(self, mixer: Mixer, call: Call) -> None:
+    def _record_mask(self, mixer: Mixer, call: Call) -> None:
         """Record only the mask of a mixer call, in a block that now runs without a graph."""
-        named = [x for name, x in call.kwargs.items() if "mask" in name]
-        if self.mask is None and any(isinstance(x, Tensor) for x in (*call.args[1:], *named)):
+        named_masks = [x for name, x in call.kwargs.items() if "mask" in name]
+        if self.mask is None and any(isinstance(x, Tensor) for x in (*call.args[1:], *named_masks)):
             mask = linearize(mixer, call, running=True).mask
             require_real_tokens(mask)
-            if mask is not None and self._is_of_input(call):
+            if mask is not None and self._reads_input(call):
                 self.mask = mask
 
     def left(self, mixer: Mixer, output: Any) -> Any:
         """Replace further outputs that later mixers read directly by tensors with a graph."""
-        passed_on = self._passed_on.pop(mixer, None)
-        if not passed_on:
+        replacements = self._passed_on.pop(mixer, None)
+        if not replacements:
             return None
-        parts = list(output)
-        for place, live in passed_on.items():
-            parts[place] = live.to(parts[place].dtype)
-        return type(output)(parts)
+        items = list(output)
+        for index, tensor in replacements.items():
+            items[index] = tensor.to(items[index].dtype)
+        return type(output)(items)
 
-    def _is_of_input(self, call: Call) -> bool:
+    def _reads_input(self, call: Call) -> bool:
         """Return True if a mixer reads the first input, so that both have the same tokens.
 
         The mixers of an image encoder read only further inputs. The graph is searched from the
         mixer's input, each node once in a run.
         """
-        passing = None if self.mode.blocks is None else self.mode.blocks.passing
-        read = [call.hidden_states] if passing is None else passing
+        entering = None if self.mode.blocks is None else self.mode.blocks.entering
+        inputs = [call.hidden_states] if entering is None else entering
         if not self.mode.others:
-            return any(map(self.mode.is_live, read))
-        start, known = self.mode.root, self._reads_root
-        if start is None:
+            return any(map(self.mode.is_live, inputs))
+        root, reads_root = self.mode.root, self._reads_root
+        if root is None:
             return False
-        todo = [x.grad_fn for x in read]
-        while todo:
-            node = todo[-1]
-            if node is None or node in known:
-                todo.pop()
+        nodes = [x.grad_fn for x in inputs]
+        while nodes:
+            node = nodes[-1]
+            if node is None or node in reads_root:
+                nodes.pop()
                 continue
-            before = [following for following, _ in node.next_functions if following is not None]
-            unknown = [each for each in before if each not in known]
-            if unknown:
-                todo += unknown
+            earlier = [x for x, _ in node.next_functions if x is not None]
+            unvisited = [x for x in earlier if x not in reads_root]
+            if unvisited:
+                nodes += unvisited
                 continue
-            is_start = getattr(node, "variable", None) is start
-            known[todo.pop()] = is_start or any(known[each] for each in before)
-        return any(known.get(x.grad_fn, False) for x in read)
+            is_root = getattr(node, "variable", None) is root
+            reads_root[nodes.pop()] = is_root or any(reads_root[x] for x in earlier)
+        return any(reads_root.get(x.grad_fn, False) for x in inputs)
 
-    def _checked(self, linear: LinearMixer, mixer: Mixer, call: Call) -> LinearMixer:
-        """Check a linear mixer, and record further outputs that later mixers read directly.
-
-        Raise for examples without a real token, and for coefficients that are not finite.
-        """
+    def _check_linear(self, linear: LinearMixer, mixer: Mixer, call: Call) -> LinearMixer:
+        """Check a linear mixer's mask and coefficients; record outputs for later mixers."""
         require_real_tokens(linear.mask)
         linear.check_finite(mixer.name)
         self._passed_on[mixer] = linear.passed_on
         divides = self.mode.follows_tangents and linear.values.requires_grad
-        if divides and not is_shared(linear.operator, self.mode.rule):
+        if divides and not has_shares(linear.operator, self.mode.rule):
             self.content_only.append(mixer.name)
         return linear
 
-    def _limit(self, real: Tensor, mixer: Mixer) -> float:
+    def _error_limit(self, output: Tensor, mixer: Mixer) -> float:
         """Return the largest accepted error of a mixer's output, and record it in ``granted``."""
-        limit = tolerance_for(real, mixer.module) if self.verify is True else float(self.verify)
+        limit = tolerance_for(output, mixer.module) if self.verify is True else float(self.verify)
         self.granted = max(self.granted, limit)
         return limit
 
@@ -391,20 +395,20 @@ class Network(Watcher):
 
         If constants are not kept, the output is computed again with constants for this check.
         """
-        real = call.output_tensor
-        limit = self._limit(real, mixer)
-        with torch.no_grad(), unseen(), full_precision(real.device):
-            made = functools.partial(linearize, running=True)
-            found = out if self.mode.ledger.kept else made(mixer, call).output()
-            errors = output_errors(found, real)
+        output = call.output_tensor
+        limit = self._error_limit(output, mixer)
+        with torch.no_grad(), unseen(), full_precision(output.device):
+            rebuild = functools.partial(linearize, running=True)
+            from_operator = out if self.mode.ledger.kept else rebuild(mixer, call).output()
+            errors = output_errors(from_operator, output)
             error = errors.strict if self.verify is True else errors.numbers
             if accepted(error, limit):
                 return
             assert not isinstance(error, tuple)  # on a GPU it is accepted for now, and read later
-            overflowed = not math.isfinite(error) and not bool(torch.isfinite(real).all())
+            overflowed = not math.isfinite(error) and not bool(torch.isfinite(output).all())
             if overflowed:  # the model's output will be refused, which names the cause
                 return
-            if self.verify is True and rounding_explains(mixer, call, found, made):
+            if self.verify is True and rounding_explains(mixer, call, from_operator, rebuild):
                 self.granted = max(self.granted, error)
                 return
         require_same(mixer.name, mixer.architecture, error, limit)
@@ -494,19 +498,19 @@ def linearized(
         stack.enter_context(entries())
         if steps:
             for block in {block for mixer in mixers for block in mixer.blocks}:
-                hook = functools.partial(_left, network)
+                hook = functools.partial(_separate_outputs, network)
                 stack.enter_context(hooked(block.register_forward_hook, hook))
         sites.watch(stack)
         if recompute:
             blocks = mode.blocks = Blocks(network, enter)
             # the blocks refer to the network, and hold all that has entered them
             stack.callback(setattr, mode, "blocks", None)
-            again = lists_of_blocks(model, mixers, sites.around(model))
-            stack.enter_context(blocks.watch(again))
+            blocks_to_repeat = lists_of_blocks(model, mixers, sites.modules_around(model))
+            stack.enter_context(blocks.watch(blocks_to_repeat))
         yield network
 
 
-def _left(network: Network, module: nn.Module, args: Any, output: Any) -> Any:
+def _separate_outputs(network: Network, module: nn.Module, args: Any, output: Any) -> Any:
     return network.leaves(module, output)
 
 
@@ -551,8 +555,8 @@ def under_rules(
         yield mode
 
 
-def through(
-    linear: LinearMixer, mode: Linearizing, inside: Callable[[Tensor], Tensor] | None = None
+def apply_mixer(
+    linear: LinearMixer, mode: Linearizing, replace: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """Compute a mixer's output (B, L, E) by its operator, with a linear graph.
 
@@ -564,13 +568,13 @@ def through(
     project, operator, values = linear.project, linear.operator, [linear.values]
     mask, end_to_end = linear.mask, linear.end_to_end
     del linear  # so that the values, large for long inputs, are freed once they are read
-    _cut(operator, mode.rule)
+    _detach_frozen(operator, mode.rule)
     out = _apply(operator, values, mode, mask)
-    out = project(out if inside is None else inside(out))
+    out = project(out if replace is None else replace(out))
     return joined_end_to_end(out, mask) if end_to_end else out
 
 
-def _cut(operator: Operator, rule: Rule) -> None:
+def _detach_frozen(operator: Operator, rule: Rule) -> None:
     """Detach the coefficients of an operator to whose role a rule gives no relevance."""
     for (leaf, name), coefficient in live_coefficients(operator).items():
         if leaf.roles[name] not in FAMILY[rule]:
@@ -588,16 +592,18 @@ def _apply(
         mode: the torch function mode that applies the rules.
         mask: True for real tokens (B, L), or None.
     """
+    rule, ledger, labels = mode.rule, mode.ledger, mode.labels
+    share = functools.partial(apply_with_shares, rule=rule, ledger=ledger, labels=labels)
     if isinstance(operator, Chain):
         # LRP's half is of products of two, one after the other
-        together = mode.divides and mode.rule != "half"
-        for place in reversed(range(len(operator.parts))):
-            if together and is_shared(operator.parts[place], mode.rule):
-                outer = Chain(*operator.parts[: place + 1])
+        as_one = mode.divides and mode.rule != "half"
+        for index in reversed(range(len(operator.parts))):
+            if as_one and has_shares(operator.parts[index], mode.rule):
+                outer = Chain(*operator.parts[: index + 1])
                 with unseen():
-                    return shared(outer, values.pop(), mode.rule, mode.ledger, mode.labels, mask)
-            values.append(_apply(operator.parts[place], values, mode, mask))
-            mask = follow_mask(operator.parts[place], mask, {})
+                    return share(outer, values.pop(), mask=mask)
+            values.append(_apply(operator.parts[index], values, mode, mask))
+            mask = follow_mask(operator.parts[index], mask, {})
         return values.pop()
     if isinstance(operator, Sum) and not operator.live:
         first, *others = operator.parts
@@ -605,14 +611,14 @@ def _apply(
         for part in others:
             total = total + _apply(part, values if part is others[-1] else values[:], mode, mask)
         return total
-    v = values.pop()
-    if mode.divides and is_shared(operator, mode.rule):
+    x = values.pop()
+    if mode.divides and has_shares(operator, mode.rule):
         with unseen():
-            return shared(operator, v, mode.rule, mode.ledger, mode.labels, mask)
+            return share(operator, x, mask=mask)
     if isinstance(operator, Diagonal) and operator.component == "gate" and mode.rule == "half":
-        return v * operator.live.get("weight", operator.weight)
+        return x * operator.live.get("weight", operator.weight)
     with unseen():
-        out = operator.apply(v)
+        out = operator.apply(x)
         bias = operator.offset()
         # recorded as it is: the mode would spread a bias common to all tokens over them
         return out if bias is None else mode.ledger.included(out + bias, bias)

@@ -15,7 +15,7 @@ from ..mixers.base import first_tensor
 from ..tracing.hooks import hooked
 from ..tracing.repair.fused import unfused
 from .mode import Linearizing
-from .rules import RULES, plain
+from .rules import RULES, plain_name
 
 #: Norm functions of torch. Each is computed by its rule in :mod:`.rules`, and its root is detached.
 _NORMS = ("layer_norm", "group_norm", "instance_norm", "rms_norm", "normalize")
@@ -65,8 +65,8 @@ def frozen_norms(
         True
     """
     if (model is None) != (keep is None):
-        found = "keep" if model is None else "model"
-        raise OptionError(f"frozen_norms got only {found}. Pass both model and keep, or neither.")
+        name = "keep" if model is None else "model"
+        raise OptionError(f"frozen_norms got only {name}. Pass both model and keep, or neither.")
     norms = _Norms(len(first_tensor(keep)) if interleaved and keep is not None else None)
     with ExitStack() as stack:
         stack.enter_context(unfused())
@@ -107,8 +107,9 @@ class _Norms(TorchFunctionMode):
         self.met = []
 
     def end(self, *_: Any) -> None:
+        """Raise if the run that ends had fewer norms than the run on ``keep``."""
         if self.kept is not None and len(self.met) != len(self.kept):
-            raise self._others(f"{len(self.met)} norms in place of {len(self.kept)}")
+            raise self._different_norms(f"{len(self.met)} norms in place of {len(self.kept)}")
 
     def __torch_function__(
         self,
@@ -117,12 +118,12 @@ class _Norms(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs, name = kwargs or {}, plain(func.__name__)
+        kwargs, name = kwargs or {}, plain_name(func.__name__)
         if name in _NORMS:
-            with self:  # meets the root in the rule
+            with self:  # the rule computes the root by torch functions
                 return RULES[name](cast(Linearizing, self), func, args, kwargs)
         out = func(*args, **kwargs)
-        return self._root(name, out) if _is_root(name, args, kwargs, out) else out
+        return self._freeze_root(name, out) if _is_root(name, args, kwargs, out) else out
 
     @property
     def ledger(self) -> _Norms:
@@ -133,32 +134,32 @@ class _Norms(TorchFunctionMode):
         """Return the output of a norm unchanged; this mode records no biases."""
         return out
 
-    def _root(self, name: str, root: Tensor) -> Tensor:
-        """Return the detached divisor or factor of a norm, from this run or the kept run."""
-        self.any_met, place = True, len(self.met)
+    def _freeze_root(self, name: str, root: Tensor) -> Tensor:
+        """Return a norm's detached divisor or factor: the kept one, or else ``root``."""
+        self.any_met, index = True, len(self.met)
         self.met.append((name, root.detach()))
         if self.kept is None:
             return root.detach()
-        if place >= len(self.kept):
-            raise self._others(f"more than {len(self.kept)} norms")
-        before, kept = self.kept[place]
-        times, rest = divmod(len(root), len(kept))
-        examples = 1 if times == 1 or self.batch is None else self.batch
-        rest = rest or len(kept) % examples
-        if name != before or rest or root.shape[1:] != kept.shape[1:]:
-            raise self._others(
-                f"a {name} of shape {tuple(root.shape)} in place of a {before} of shape "
-                f"{tuple(kept.shape)}"
+        if index >= len(self.kept):
+            raise self._different_norms(f"more than {len(self.kept)} norms")
+        kept_name, kept_root = self.kept[index]
+        repeats, remainder = divmod(len(root), len(kept_root))
+        examples = 1 if repeats == 1 or self.batch is None else self.batch
+        remainder = remainder or len(kept_root) % examples
+        if name != kept_name or remainder or root.shape[1:] != kept_root.shape[1:]:
+            raise self._different_norms(
+                f"a {name} of shape {tuple(root.shape)} in place of a {kept_name} of shape "
+                f"{tuple(kept_root.shape)}"
             )
-        # the batch may be ``times`` larger than that of ``keep``; tokens may have been flattened
-        each = torch.unflatten(kept, 0, (examples, -1))
-        each = each.repeat(1, times, *(1,) * (kept.dim() - 1))
-        return each.flatten(0, 1).to(root)
+        # the batch may be ``repeats`` times larger than in ``keep``; tokens may be in it too
+        roots = torch.unflatten(kept_root, 0, (examples, -1))
+        roots = roots.repeat(1, repeats, *(1,) * (kept_root.dim() - 1))
+        return roots.flatten(0, 1).to(root)
 
-    def _others(self, found: str) -> InputError:
+    def _different_norms(self, difference: str) -> InputError:
         return InputError(
-            f"frozen_norms keeps the norms of one run, but another run computed {found}. Pass the "
-            "explained input as keep, with the same tokens, and run the same model."
+            f"frozen_norms keeps the norms of one run, but another run computed {difference}. Pass "
+            "the explained input as keep, with the same tokens, and run the same model."
         )
 
 
@@ -166,11 +167,11 @@ def _is_root(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     """Return True if a function computes the root that a norm divides by, or its inverse."""
     if not isinstance(out, Tensor) or not out.is_floating_point():
         return False
-    if out.dim() < 2:  # a number, or one of each channel
+    if out.dim() < 2:  # one number, or one for each channel
         return False
-    power = kwargs.get("exponent", args[1] if len(args) > 1 else None) if name == "pow" else None
-    if name == "rsqrt" or power == -0.5:  # which hardly anything but a norm computes
+    exponent = kwargs.get("exponent", args[1] if len(args) > 1 else None) if name == "pow" else None
+    if name == "rsqrt" or exponent == -0.5:  # computed by hardly anything but norms
         return True
     # one number in place of a token's features: (..., 1), or (B, 1, H, W) of an image
-    by_token = out.shape[-1] == 1 or (out.dim() == 4 and out.shape[1] == 1)
-    return by_token and (name in _ROOTS or power == 0.5)
+    is_per_token = out.shape[-1] == 1 or (out.dim() == 4 and out.shape[1] == 1)
+    return is_per_token and (name in _ROOTS or exponent == 0.5)

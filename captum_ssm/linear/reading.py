@@ -35,7 +35,7 @@ from ..operators.kernels.arithmetic import autocast_dtype, unseen
 from ..tracing.hooks import tensors_in
 from ..tracing.split import is_split
 from .carried import Before, Carried
-from .divided import Core, divided
+from .divided import Core, divide
 from .shares import FAMILY, nodes_of
 
 if TYPE_CHECKING:
@@ -49,27 +49,27 @@ _READ = """
 attention lfm2 mamba mamba2 delta fla.attention fla.delta fla.gated fla.linear fla.mesa_net fla.rwkv
 xlstm
 """
-#: Adapters whose operators are faster on a CPU than the mixer's code, for rules with shares.
-_SLOW = ("mamba", "mamba2", "delta")
+#: Adapters whose operators are faster on a CPU than the mixer's code, if factors get shares.
+_SLOW_ON_CPU = ("mamba", "mamba2", "delta")
 #: Adapters of these modules that are always used. If gradients are recorded, PaTH refuses a cache,
 #: and Gated DeltaProduct refuses float32; the blocks of xLSTMLMModel have no kernel.
-_LEFT_OUT = (
+_ADAPTER_ONLY = (
     *("fla.attention:fla_path", "fla.delta:fla_delta_product"),
     *("xlstm:xlstm_mlstm", "xlstm:xlstm_slstm"),
 )
-#: The adapter's module for the path of each mixer class.
+#: The module of the adapter of each mixer class that is explained by its code, by class path.
 READ = {
     path: kind
     for path, adapter in ADAPTERS.items()
-    if (kind := adapter.partition(":")[0]) in _READ.split() and adapter not in _LEFT_OUT
+    if (kind := adapter.partition(":")[0]) in _READ.split() and adapter not in _ADAPTER_ONLY
 }
 
 #: Roles of the factors of torch's mul, for content (B, D, L) that a gate multiplies.
-_WRITTEN: Roles = {"input": ("gate", -1), "other": ("content", -1)}
+_GATED_CONTENT: Roles = {"input": ("gate", -1), "other": ("content", -1)}
 #: Names of kernels' arguments for first states.
 STATES = frozenset(("initial_states", "initial_state"))
 
-now: ContextVar[Reading | None] = ContextVar("captum_ssm_reading", default=None)
+current_reading: ContextVar[Reading | None] = ContextVar("captum_ssm_reading", default=None)
 
 
 class Reading:
@@ -84,8 +84,8 @@ class Reading:
         mixer: the mixer.
         scans: the number of selective scans so far, if they are of a chunk.
         step: RWKV-7's step sizes for erasing (B, L, H N), or None.
-        gates: in a short convolution with gates, the number of products so far. The first factor of
-            a product is the gate, a projection without an activation. None in other mixers.
+        gates: in a short convolution with gates (LFM2), the number of products so far; in each, the
+            first factor is the gate, a projection without an activation. None in other mixers.
 
     Args:
         mode: the rules.
@@ -103,7 +103,7 @@ class Reading:
         mixer: nn.Module | None = None,
     ) -> None:
         self.mode, self.continues, self.carried, self.mixer = mode, continues, carried, mixer
-        self._entered = None if sequence is None else sequence.grad_fn
+        self._entry_node = None if sequence is None else sequence.grad_fn
         self.given_up, self.scans = False, 0
         kind = None if mixer is None else READ.get(class_path(type(mixer)))
         self.gates = 0 if kind == "lfm2" else None
@@ -111,22 +111,22 @@ class Reading:
         #: Whether products before the kernel, as of RWKV's token mixing, are shared equally.
         self._shares_products = kind == "fla.rwkv"
         self.mask: Tensor | None = None
-        self._mixes = False
-        #: Graph nodes of kernels' results, with the graph nodes of the kernels' contents.
-        self._moved: dict[Any, Any] = {}
+        self._has_mixed = False  # whether a kernel with several factors has run
+        #: Graph nodes of kernels' contents, by the graph node of each kernel's result.
+        self._contents: dict[Any, Any] = {}
         #: Kernels that divide relevance, with their results, by the graph nodes of the results.
         self._cores: dict[Any, tuple[Core, Tensor]] = {}
 
     @contextmanager
-    def on(self) -> Iterator[None]:
+    def activate(self) -> Iterator[None]:
         """Apply :mod:`.kernels` to the kernel calls of the mixer that runs inside the ``with``."""
-        before, self.mode.reading = self.mode.reading, self
-        token = now.set(self)
+        outer_reading, self.mode.reading = self.mode.reading, self
+        token = current_reading.set(self)
         try:
             yield
         finally:
-            now.reset(token)
-            self.mode.reading = before
+            current_reading.reset(token)
+            self.mode.reading = outer_reading
 
     def give_up(self, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Leave the mixer call to an adapter, and return a kernel's result without a graph."""
@@ -134,14 +134,14 @@ class Reading:
         with torch.no_grad(), unseen():
             return kernel(*args, **kwargs)
 
-    def moved(
+    def call(
         self,
         run: Callable[..., Tensor],
         roles: Roles,
         factors: Mapping[str, Tensor],
         softmax: bool = False,
     ) -> Tensor:
-        """Return a kernel's result; the graph is linear, or divides relevance by the rule.
+        """Call a kernel; its result has a linear graph, or one that divides relevance by the rule.
 
         Args:
             run: a function that calls the kernel with the factors as keyword arguments.
@@ -149,26 +149,25 @@ class Reading:
             factors: the factors by name.
             softmax: whether the kernel is softmax attention. Default: False.
         """
-        self._mixes |= len(roles) > 1
+        self._has_mixed |= len(roles) > 1
         if self.mode.divides and len(roles) > 1:
-            return self._shared(self._core(run, roles, factors, softmax))[0]
+            return self._divide(self._make_core(run, roles, factors, softmax))[0]
         contents = [name for name, (role, _) in roles.items() if role == "content"]
         with unseen():
-            out = run(
-                **{name: x if name in contents else x.detach() for name, x in factors.items()}
-            )
+            inputs = {k: x if k in contents else x.detach() for k, x in factors.items()}
+            out = run(**inputs)
             if out.grad_fn is not None:
-                self._moved[out.grad_fn] = [factors[name].grad_fn for name in contents]
+                self._contents[out.grad_fn] = [factors[name].grad_fn for name in contents]
         return out
 
-    def moved_with_state(
+    def call_with_state(
         self,
         run: Callable[..., tuple[Tensor, Tensor]],
         roles: Roles,
         factors: Mapping[str, Tensor],
         softmax: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return a kernel's result and its last state, both as :meth:`moved` returns a result."""
+        """Return a kernel's result as :meth:`call` does, and its last state for a cache."""
         states: list[Tensor] = []
 
         def result(**factors: Tensor) -> Tensor:
@@ -177,29 +176,30 @@ class Reading:
             return out
 
         if not self.mode.divides or len(roles) == 1:
-            return self.moved(result, roles, factors, softmax), states[0]
-        self._mixes = True
+            return self.call(result, roles, factors, softmax), states[0]
+        self._has_mixed = True
         nodes = nodes_of(self.mode.rule, softmax)
-        if nodes == (1.0,):
-            out, state = self._shared(self._core(run, roles, factors, softmax))
+        if nodes == (1.0,):  # the cache's state is the state at the only node
+            out, state = self._divide(self._make_core(run, roles, factors, softmax))
             return out, state
-        core = self._core(result, roles, factors, softmax)
-        (out,), (state,) = self._shared(core), states
-        left = replace(core, run=lambda **given: run(**given)[1])
-        each = [replace(left, node=i) for i in range(len(nodes))]
+        core = self._make_core(result, roles, factors, softmax)
+        (out,), (state,) = self._divide(core), states
+        # the next chunk takes derivatives at each node, and needs the state there
+        state_core = replace(core, run=lambda **kwargs: run(**kwargs)[1])
+        cores = [replace(state_core, node_index=i) for i in range(len(nodes))]
         assert self.carried is not None
-        self.carried.left.append([divided(x, x.value_at_node())[0] for x in each])
+        self.carried.states_for_next.append([divide(x, x.value_at_node())[0] for x in cores])
         return out, state.detach()
 
-    def _core(
+    def _make_core(
         self,
         run: Callable[..., Tensor | tuple[Tensor, Tensor]],
         roles: Roles,
         factors: Mapping[str, Tensor],
         softmax: bool,
     ) -> Core:
-        """Return a kernel with its factors, and with what earlier chunks contribute to them."""
-        before, at_nodes = dict[str, Before](), dict[str, Sequence[Tensor]]()
+        """Return a kernel's :class:`.Core`, with the sums and states of earlier chunks, if any."""
+        sums, at_nodes = dict[str, Before](), dict[str, Sequence[Tensor]]()
         if self.carried is not None:
             shares = FAMILY[self.mode.rule]
             compared = {
@@ -207,37 +207,37 @@ class Reading:
                 for name, (role, dim) in roles.items()
                 if role in shares and shares[role].compared_with(softmax) == "mean"
             }
-            before = self.carried.before(compared) if compared else before
-            several = nodes_of(self.mode.rule, softmax) != (1.0,)
-            for name in factors.keys() & STATES if several else ():
+            sums = self.carried.add_sums(compared) if compared else sums
+            has_several_nodes = nodes_of(self.mode.rule, softmax) != (1.0,)
+            for name in factors.keys() & STATES if has_several_nodes else ():
                 at_nodes[name] = self.mode.carried_states(self.carried)
         return Core(
-            self, run, roles, dict(factors), softmax=softmax, before=before, at_nodes=at_nodes
+            self, run, roles, dict(factors), softmax=softmax, sums_before=sums, at_nodes=at_nodes
         )
 
-    def selecting(self, x: Tensor) -> Tensor:
-        """Return ``x``, from which keys and steps are computed; detached if they get no share."""
+    def for_keys(self, x: Tensor) -> Tensor:
+        """Return ``x``, from which keys or steps are computed; detach it if they get no share."""
         return x if self.mode.divides else x.detach()
 
-    def _shared(self, core: Core, value: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Return a kernel's results, whose gradients are divided among the factors by the rule."""
-        out, *state = divided(core, value)
-        if out.grad_fn is not None:  # so that product() finds the kernel behind a gate
+    def _divide(self, core: Core, value: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return a core's results as :func:`.divide` does, and record the core for its gate."""
+        out, *further_results = divide(core, value)
+        if out.grad_fn is not None:  # so that split_gate() finds the kernel behind a gate
             self._cores[out.grad_fn] = core, out
-        return out, *state
+        return out, *further_results
 
-    def find_gate(self, live: list[Tensor]) -> None:
-        """Treat the first factor of a product as an activation, if the mixer counts gates."""
+    def mark_gate(self, live: list[Tensor]) -> None:
+        """Mark the first factor of a product as an activation, if the mixer counts its gates."""
         if self.gates is not None and len(live) > 1:
             self.mode.mark_bent(live[0])
             self.gates += 1
 
-    def written(self, x: Tensor) -> Core | None:
-        """Return the shared product of gate and content from which ``x`` is computed, or None."""
-        cores = [] if self.gates is None or not self.mode.divides else self._behind(x)[0]
+    def gated_core(self, x: Tensor) -> Core | None:
+        """Return the core of gate times content from which ``x`` is computed; None if not one."""
+        cores = [] if self.gates is None or not self.mode.divides else self._kernels_behind(x)[0]
         return cores[0][0] if len(cores) == 1 else None
 
-    def product(self, out: Tensor, live: list[Tensor], straight: list[Tensor]) -> Tensor | None:
+    def split_gate(self, out: Tensor, live: list[Tensor], straight: list[Tensor]) -> Tensor | None:
         """Divide the product of a kernel's result and a gate; leave other products to the adapter.
 
         Args:
@@ -248,62 +248,64 @@ class Reading:
         Returns:
             The product divided among a kernel and its gate, or None to divide it equally.
         """
-        behind = [(x, *self._behind(x)) for x in live if self.mode.divides]
-        found = [each for each in behind if each[1]]
-        if not found:
+        sources = [(x, *self._kernels_behind(x)) for x in live if self.mode.divides]
+        from_kernels = [source for source in sources if source[1]]
+        if not from_kernels:
+            # before the kernel only a gate may multiply: two live factors, one an activation
             self.given_up |= (len(live), len(straight)) != (2, 1) and not self._shares_products
             if self.gates != 1 or not self.mode.divides:
                 return None
-            factors = dict(zip(_WRITTEN, live, strict=False))
-            return self._shared(Core(self, torch.mul, _WRITTEN, factors), out)[0]
-        (mapped, cores, of_others), *more = found
+            factors = dict(zip(_GATED_CONTENT, live, strict=False))
+            return self._divide(Core(self, torch.mul, _GATED_CONTENT, factors), out)[0]
+        (mapped, cores, has_other_sources), *others = from_kernels
         gates = [x for x in live if x is not mapped]
-        at_rest = self._at_rest(gates[0]) if len(gates) == 1 and not more else None
-        alone = len(cores) == 1 and not of_others
-        if at_rest is None or not alone or mapped.shape != out.shape:
+        at_rest = self._value_at_rest(gates[0]) if len(gates) == 1 and not others else None
+        is_only_kernel = len(cores) == 1 and not has_other_sources
+        if at_rest is None or not is_only_kernel or mapped.shape != out.shape:
             self.given_up = True
             return None
         (core, result), gate = cores[0], gates[0].expand_as(out)
-        if nodes_of(self.mode.rule, core.softmax) == (1.0,):  # both are divided on their own
-            core = Core(self, torch.mul, _WRITTEN, {"input": gate, "other": mapped})
+        if nodes_of(self.mode.rule, core.softmax) == (1.0,):  # kernel and gate share separately
+            core = Core(self, torch.mul, _GATED_CONTENT, {"input": gate, "other": mapped})
         else:
-            core = core.gated(result, mapped, gate, at_rest)
-        return divided(core, out)[0]
+            core = core.times(result, mapped, gate, at_rest)
+        return divide(core, out)[0]
 
-    def corrected(
+    def divide_corrected(
         self, out: Tensor, mapped: Tensor, own: Tensor, gate: Tensor, at_rest: Tensor
     ) -> Tensor:
-        """Divide (mapped + own v) gate, where the kernel behind ``mapped`` has the values v."""
-        cores, of_others = self._behind(mapped)
-        if len(cores) != 1 or of_others:
+        """Divide ``out``, (mapped + own v) gate; v are values of the kernel behind ``mapped``."""
+        cores, has_other_sources = self._kernels_behind(mapped)
+        if len(cores) != 1 or has_other_sources:
             self.given_up = True
             return out
         ((core, result),) = cores
-        core = core.beside(lambda own, v, **_: own * v, "own", own, "key")
-        return divided(core.gated(result, mapped, gate, at_rest), out)[0]
+        core = core.add_result(lambda own, v, **_: own * v, "own", own, "key")
+        return divide(core.times(result, mapped, gate, at_rest), out)[0]
 
-    def _at_rest(self, gate: Tensor) -> float | None:
+    def _value_at_rest(self, gate: Tensor) -> float | None:
         """Return the value that ``gate`` has for an input of 0; None if the value is not known."""
         if self.mode.is_bent(gate):
             return 0.0
-        known: float | None = self.mode.at_rest.get(gate)  # type: ignore[no-untyped-call]
-        return known
+        value: float | None = self.mode.at_rest.get(gate)  # type: ignore[no-untyped-call]
+        return value
 
-    def _behind(self, x: Tensor) -> tuple[list[tuple[Core, Tensor]], bool]:
+    def _kernels_behind(self, x: Tensor) -> tuple[list[tuple[Core, Tensor]], bool]:
         """Return the kernels from which ``x`` is computed, and True if ``x`` has other sources."""
-        todo, seen, cores, of_others = [x.grad_fn], set[Any](), list[tuple[Core, Tensor]](), False
-        while todo:
-            node = todo.pop()
-            if node is None or node in seen:
+        nodes, visited = [x.grad_fn], set[Any]()
+        cores, has_other_sources = list[tuple[Core, Tensor]](), False
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in visited:
                 continue
-            seen.add(node)
+            visited.add(node)
             if node in self._cores:
                 cores.append(self._cores[node])
-            elif node is self._entered or not node.next_functions:
-                of_others = True
+            elif node is self._entry_node or not node.next_functions:
+                has_other_sources = True
             else:
-                todo += [following for following, _ in node.next_functions]
-        return cores, of_others
+                nodes += [earlier for earlier, _ in node.next_functions]
+        return cores, has_other_sources
 
     def explains(self, call: Call) -> bool:
         """Return True if the call's output has a linear graph through at least one kernel.
@@ -311,32 +313,32 @@ class Reading:
         Args:
             call: the call, which has ended. The records of its graph are dropped.
         """
-        out, entering, moved = call.output_tensor, call.hidden_states, self._moved
-        self._moved, self._cores = {}, {}
-        mixes = self._mixes if self.gates is None else self.gates == 2
-        if self.given_up or not mixes or not out.requires_grad:
+        out, entering, contents = call.output_tensor, call.hidden_states, self._contents
+        self._contents, self._cores = {}, {}
+        has_mixed = self._has_mixed if self.gates is None else self.gates == 2  # before and behind
+        if self.given_up or not has_mixed or not out.requires_grad:
             return False
-        if len(out) != len(entering):  # a mask of more examples, say
+        if len(out) != len(entering):  # such as for a mask of more examples
             return False
-        entered = {x.grad_fn for x in tensors_in((call.args, call.kwargs)) if x.grad_fn is not None}
-        todo, seen = [out.grad_fn], set(entered)
-        while todo:
-            node = todo.pop()
-            if node is None or node in seen:
+        starts = {x.grad_fn for x in tensors_in((call.args, call.kwargs)) if x.grad_fn is not None}
+        nodes, visited = [out.grad_fn], set(starts)
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in visited:
                 continue
-            seen.add(node)
-            if node in moved:
-                todo += moved[node]
+            visited.add(node)
+            if node in contents:
+                nodes += contents[node]
                 continue
-            made_by = getattr(node, "_forward_cls", None)
-            if made_by is not None and not made_by.__module__.startswith(_OURS):
+            custom_function = getattr(node, "_forward_cls", None)
+            if custom_function is not None and not custom_function.__module__.startswith(_PACKAGE):
                 return False  # a kernel without an entry
-            todo += [following for following, _ in node.next_functions]
+            nodes += [earlier for earlier, _ in node.next_functions]
         return True
 
 
 #: Prefix of the names of this package's modules.
-_OURS = f"{__name__.split('.', 1)[0]}."
+_PACKAGE = f"{__name__.split('.', 1)[0]}."
 
 
 def is_read(module: nn.Module, sequence: Tensor, divides: bool, continues: bool = False) -> bool:
@@ -359,16 +361,16 @@ def is_read(module: nn.Module, sequence: Tensor, divides: bool, continues: bool 
     if continues:
         return True
     if sequence.device.type == "cpu":  # where operators compute half precision in float32
-        wide = sequence.dtype in (torch.float32, torch.float64) and not autocast_dtype(
+        computes_as_is = sequence.dtype in (torch.float32, torch.float64) and not autocast_dtype(
             sequence.device
         )
-        if not wide:  # a tensor without memory is for any device
+        if not computes_as_is:  # a fake tensor may stand for any device
             return isinstance(sequence, FakeTensor)
-        return not (divides and READ[path] in _SLOW)
-    return READ[path] != "mamba" or not _loops(module, sequence.device)
+        return not (divides and READ[path] in _SLOW_ON_CPU)
+    return READ[path] != "mamba" or not _scans_by_loop(module, sequence.device)
 
 
-def _loops(module: nn.Module, device: torch.device) -> bool:
+def _scans_by_loop(module: nn.Module, device: torch.device) -> bool:
     """Return True if a mixer's scan is a loop over tokens, whose graph takes much time and memory.
 
     The scan runs on two tokens, once per kind of device. A kernel's result has a custom backward.
@@ -381,8 +383,8 @@ def _loops(module: nn.Module, device: torch.device) -> bool:
     if key not in _known_loops:
         with unseen(), torch.enable_grad():
             u, delta = (torch.zeros(1, 8, 2, device=device) for _ in range(2))
-            rate, b, c = (torch.zeros(size, device=device) for size in ((8, 4), *2 * [(1, 4, 2)]))
-            out = kernel(u.requires_grad_(), delta, rate, b, c)
+            A, B, C = (torch.zeros(size, device=device) for size in ((8, 4), *2 * [(1, 4, 2)]))
+            out = kernel(u.requires_grad_(), delta, A, B, C)
         _known_loops[key] = not hasattr(out.grad_fn, "_forward_cls")
     return _known_loops[key]
 
@@ -399,20 +401,21 @@ def mask_of(module: nn.Module, call: Call) -> Tensor | None:
         module: the mixer, for which :func:`is_read` returns True.
         call: the mixer's call.
     """
-    place = _place_of_mask(type(module).forward)
-    mask = None if place is None else call.argument("attention_mask", place)
+    index = _index_of_mask(type(module).forward)
+    mask = None if index is None else call.argument("attention_mask", index)
     if not isinstance(mask, Tensor):
         return None
     if mask.dim() == 2:
         original, mask = applied_mask(module, call)
         return padding_mask(mask, call.hidden_states, type(module), original)
-    visible = mask if mask.dtype == torch.bool else mask == 0  # of pairs
-    keep, hidden = visible.any(-2).any(1), call.hidden_states
-    keep = keep.expand(len(hidden), -1).to(hidden.device)
-    return padding_mask(keep, keep[..., None], type(module), mask)
+    visible = mask if mask.dtype == torch.bool else mask == 0  # of pairs of tokens
+    is_seen, hidden = visible.any(-2).any(1), call.hidden_states  # by any query, in any head
+    is_seen = is_seen.expand(len(hidden), -1).to(hidden.device)
+    return padding_mask(is_seen, is_seen[..., None], type(module), mask)
 
 
 @functools.cache
-def _place_of_mask(forward: Callable[..., Any]) -> int | None:
+def _index_of_mask(forward: Callable[..., Any]) -> int | None:
+    """Return the place of ``attention_mask`` among a forward's arguments; None if it has none."""
     names = list(inspect.signature(forward).parameters)
     return names.index("attention_mask") - 1 if "attention_mask" in names else None

@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..errors import NotLinearError
 from ..operators.kernels.truths import holds, may_hold_any
-from .constants import once
+from .constants import shrink_repeats
 
 if TYPE_CHECKING:
     from .mode import Linearizing
@@ -106,7 +106,7 @@ TANGENT = frozenset(
 
 
 @functools.cache
-def plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return a function's usual name without a prefix, such as "add" for "__radd__"."""
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
@@ -136,25 +136,25 @@ def extremum(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[s
 def affine(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function that joins tensors, such as cat; record constant arguments."""
     out = func(*args, **kwargs)
-    return (
-        out if mode.all_live((*args, *kwargs.values())) else _beside(mode, func, args, kwargs, out)
-    )
+    if mode.all_live((*args, *kwargs.values())):
+        return out
+    return _record_constants(mode, func, args, kwargs, out)
 
 
 def filling(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call where, pad or masked_fill; record the constant arguments, including Python scalars."""
     out = func(*args, **kwargs)
     values = (*args, *kwargs.values())
-    numbers = any(isinstance(value, int | float) and value for value in values)
-    if mode.all_live(values) and not numbers:
+    has_numbers = any(isinstance(value, int | float) and value for value in values)
+    if mode.all_live(values) and not has_numbers:
         return out
-    return _beside(mode, func, args, kwargs, out)
+    return _record_constants(mode, func, args, kwargs, out)
 
 
-def _beside(
+def _record_constants(
     mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> Any:
-    """Set tensors depending on the input to 0; record the result as a constant; return ``out``."""
+    """Return ``out``; record as its constant the result for 0 in place of live arguments."""
     kwargs = {name: mode.constant_part(value) for name, value in kwargs.items()}
     constant = func(*map(mode.constant_part, args), **kwargs)
     return mode.ledger.included(out, constant) if may_hold_any(constant) else out
@@ -162,17 +162,17 @@ def _beside(
 
 def summing(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Add or subtract two arguments; record a constant argument, which may be a Python scalar."""
-    (x, other), kwargs = positional(args, kwargs, "input", "other")
+    (x, other), kwargs = to_positional(args, kwargs, "input", "other")
     out = func(x, other, **kwargs)
-    fixed = [value for value in (x, other) if not mode.is_live(value)]
-    if not fixed or (not isinstance(fixed[0], Tensor) and fixed[0] == 0):
+    constants = [value for value in (x, other) if not mode.is_live(value)]
+    if not constants or (not isinstance(constants[0], Tensor) and constants[0] == 0):
         return out
-    # the constant keeps its own shape: the live one becomes a 0 without a shape
+    # keep the constant's own shape: the live argument is replaced by a 0 without dimensions
     zero = torch.zeros((), dtype=out.dtype, device="cpu")  # one number needs no device
-    x, other = (zero if mode.is_live(value) else once(value) for value in (x, other))
-    if isinstance(fixed[0], Tensor):
+    x, other = (zero if mode.is_live(value) else shrink_repeats(value) for value in (x, other))
+    if isinstance(constants[0], Tensor):
         return mode.ledger.included(out, func(x, other, **kwargs))
-    # a plain number stays in the network where biases do not
+    # a Python number stays in the network even if biases do not
     mode.ledger.record(out, func(x, other, **kwargs))
     return out
 
@@ -183,16 +183,16 @@ def assigning(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[
     if mode.is_live(base) and mode.is_live(value):
         func(base, index, value)
         return
-    rest = mode.constant_part(base).clone()
-    func(rest, index, mode.constant_part(value))
+    constants = mode.constant_part(base).clone()
+    func(constants, index, mode.constant_part(value))
     func(base, index, value)
-    if may_hold_any(rest):
-        mode.ledger.included_in(base, rest)
+    if may_hold_any(constants):
+        mode.ledger.included_in(base, constants)
 
 
 def copying(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute x.copy_(source) by overwriting x with source and its graph."""
-    (x, source), _ = positional(args, kwargs, "self", "src")
+    (x, source), _ = to_positional(args, kwargs, "self", "src")
     return mode.overwrite(x, source)
 
 
@@ -205,7 +205,7 @@ def quotient(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[s
     """Divide by the frozen denominator; with ``rounding_mode``, freeze the whole quotient."""
     if kwargs.get("rounding_mode") is not None:
         return frozen(mode, func, args, kwargs)
-    (numerator, denominator), _ = positional(args, kwargs, "input", "other")
+    (numerator, denominator), _ = to_positional(args, kwargs, "input", "other")
     if isinstance(denominator, Tensor):
         denominator = denominator.detach()
     out = func(numerator, denominator)
@@ -216,7 +216,7 @@ def quotient(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[s
 
 def gated(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute glu: the first half of the features times the frozen sigmoid of the second half."""
-    x, dim = filled(args, kwargs, ("input", "dim"), (-1,))
+    x, dim = fill_arguments(args, kwargs, ("input", "dim"), (-1,))
     stream, gate = x.chunk(2, dim)
     return stream * torch.sigmoid(gate.detach())
 
@@ -224,12 +224,12 @@ def gated(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 def log_softmax(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute log_softmax: x minus the mean of x under frozen probabilities, minus the entropy."""
     x = args[0] if args else kwargs["input"]
-    logarithms = frozen(mode, func, args, kwargs)
-    (_, dim), _ = positional(args[:2], kwargs, "input", "dim")
-    shares = logarithms.exp()
-    x = x.to(logarithms.dtype)
-    terms = shares * x.masked_fill(shares == 0, 0)
-    entropy = torch.special.entr(shares).sum(dim, keepdim=True)
+    log_probabilities = frozen(mode, func, args, kwargs)
+    (_, dim), _ = to_positional(args[:2], kwargs, "input", "dim")
+    probabilities = log_probabilities.exp()
+    x = x.to(log_probabilities.dtype)
+    terms = probabilities * x.masked_fill(probabilities == 0, 0)
+    entropy = torch.special.entr(probabilities).sum(dim, keepdim=True)
     out = x - terms.sum(dim, keepdim=True) - entropy
     mode.ledger.record(out, -entropy)
     return out
@@ -237,8 +237,8 @@ def log_softmax(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dic
 
 def frozen(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Detach the result; with ``mode.follows_tangents``, functions in TANGENT stay as tangents."""
-    smooth = plain(func.__name__) in TANGENT and bool(args) and mode.is_live(args[0])
-    if smooth and mode.follows_tangents:
+    has_tangent = plain_name(func.__name__) in TANGENT and bool(args) and mode.is_live(args[0])
+    if has_tangent and mode.follows_tangents:
         out = _tangent(mode, func, args, kwargs)
         is_gate = mode.reading is not None and func in (torch.sigmoid, F.sigmoid, Tensor.sigmoid)
         mode.at_rest[out] = 0.5 if is_gate else None
@@ -249,19 +249,19 @@ def frozen(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 def _tangent(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return f(x) as its tangent at x: the frozen slope times x, plus a constant."""
-    x, *rest = args
+    x, *options = args
     with torch._C.DisableTorchFunction(), torch.enable_grad():
-        # a checkpoint around the model would count this graph as its part
-        with saved_tensors_hooks(_as_it_is, _as_it_is):
-            start = x.detach().requires_grad_()
-            value = func(start, *rest, **kwargs)
-            (slope,) = torch.autograd.grad(value.sum(), start)
-        line = x * slope
-        constant = value.detach() - line.detach()
-    return mode.ledger.included(line + constant, constant)
+        # else torch's checkpoint around the model takes this graph for a part of the model's
+        with saved_tensors_hooks(_identity, _identity):
+            point = x.detach().requires_grad_()
+            value = func(point, *options, **kwargs)
+            (slope,) = torch.autograd.grad(value.sum(), point)
+        linear_part = x * slope
+        constant = value.detach() - linear_part.detach()
+    return mode.ledger.included(linear_part + constant, constant)
 
 
-def _as_it_is(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -271,34 +271,34 @@ def bent(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     The limits of a tangent, as of a step after softplus, are a tangent as well: a step at its
     limit does not depend on the input.
     """
-    (x, *rest), kwargs = positional(args, kwargs, "input")
-    if x in mode.at_rest and plain(func.__name__) in TANGENT:
-        return frozen(mode, func, (x, *rest), kwargs)
-    ratio = _closed_ratio(func, x.detach(), rest, kwargs)
+    (x, *options), kwargs = to_positional(args, kwargs, "input")
+    if x in mode.at_rest and plain_name(func.__name__) in TANGENT:
+        return frozen(mode, func, (x, *options), kwargs)
+    ratio = _closed_ratio(func, x.detach(), options, kwargs)
     if ratio is not None:
         out = x * ratio
         mode.mark_bent(out)
         return out
-    has_tensors = any(isinstance(a, Tensor) for a in (*rest, *kwargs.values()))
+    has_tensors = any(isinstance(option, Tensor) for option in (*options, *kwargs.values()))
     with torch.no_grad():
-        # one number needs no device, which would be waited for
+        # a 0 on the CPU, since reading a result from a GPU waits for it
         zero = torch.zeros_like(x) if has_tensors else torch.zeros((), dtype=x.dtype, device="cpu")
-        is_bent = holds(~func(zero, *rest, **kwargs).any())
+        is_bent = holds(~func(zero, *options, **kwargs).any())
     if not is_bent:
         return frozen(mode, func, args, kwargs)
     with torch.no_grad():
-        ratio, in_place = _frozen_ratio(x.detach(), lambda start: func(start, *rest, **kwargs))
+        ratio, in_place = _frozen_ratio(x.detach(), lambda point: func(point, *options, **kwargs))
     out = x * ratio
     mode.mark_bent(out)
     return mode.overwrite(x, out) if in_place else out
 
 
 def _closed_ratio(
-    func: Any, x: Tensor, rest: Iterable[Any], kwargs: dict[str, Any]
+    func: Any, x: Tensor, positional_options: Iterable[Any], kwargs: dict[str, Any]
 ) -> Tensor | None:
-    """Return f(x) / x if it has a closed form, as for silu and squares; else None."""
-    name, options = plain(func.__name__), [*rest, *kwargs.values()]
-    if name == "silu" and not any(options):  # which may ask for it in place
+    """Return f(x) / x if it has a closed form, as for silu and squares; else, or in place, None."""
+    name, options = plain_name(func.__name__), [*positional_options, *kwargs.values()]
+    if name == "silu" and not any(options):  # its only option is inplace
         return torch.sigmoid(x)
     is_square = name == "square" or (name == "pow" and options == [2])
     return x if is_square and not func.__name__.endswith("_") else None
@@ -306,11 +306,11 @@ def _closed_ratio(
 
 def _frozen_ratio(x: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tensor, bool]:
     """Return the ratio f(x) / x, and True if f changes its argument in place."""
-    # where x is 0 the ratio is the slope, read off close by
-    start = torch.where(x == 0, torch.finfo(x.dtype).eps ** 0.5, x)
-    scratch = start.clone()
-    result = function(scratch)
-    return result.div_(start), result is scratch
+    # at 0 the ratio is the slope, which is approximated at a small number
+    point = torch.where(x == 0, torch.finfo(x.dtype).eps ** 0.5, x)
+    argument = point.clone()
+    result = function(argument)
+    return result.div_(point), result is argument
 
 
 def power(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -323,19 +323,19 @@ def power(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 def with_bias(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute linear or a convolution: a product with a weight, plus a bias per output channel."""
-    (x, weight, *rest), kwargs = positional(args, kwargs, "input", "weight", "bias")
-    bias = rest[0] if rest else None
+    (x, weight, *options), kwargs = to_positional(args, kwargs, "input", "weight", "bias")
+    bias = options[0] if options else None
     if bias is None:
-        return mode.product(func, (x, weight, *rest), kwargs)
-    places = weight.dim() - 2
-    return mode.product(func, (x, weight, *rest), kwargs, bias.view(-1, *(1,) * places))
+        return mode.product(func, (x, weight, *options), kwargs)
+    spatial_dims = weight.dim() - 2
+    return mode.product(func, (x, weight, *options), kwargs, bias.view(-1, *(1,) * spatial_dims))
 
 
 def with_summand(product: Callable[..., Tensor], left: str, right: str) -> Rule:
     """Return the rule of addmm and similar functions: beta * summand + alpha * product."""
 
     def rule(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        (summand, *factors), kwargs = positional(args, kwargs, "input", left, right)
+        (summand, *factors), kwargs = to_positional(args, kwargs, "input", left, right)
         alpha, beta = kwargs.get("alpha", kwargs.get("value", 1)), kwargs.get("beta", 1)
         terms = beta * summand, alpha * mode.product(product, tuple(factors), {})
         return summing(mode, torch.add, terms, {})
@@ -349,7 +349,7 @@ def lerp(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     In a mixer that is explained by its own code, the weight is frozen: RWKV-7's share of the first
     layer's values.
     """
-    (x, end, weight), _ = positional(args, kwargs, "input", "end", "weight")
+    (x, end, weight), _ = to_positional(args, kwargs, "input", "end", "weight")
     if mode.reading is not None and mode.is_live(weight):
         weight = weight.detach()
     difference = summing(mode, torch.sub, (end, x), {})
@@ -365,39 +365,39 @@ def layer_norm(
     mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Compute layer_norm: center, and divide by a frozen standard deviation."""
-    x, size, weight, bias, eps = filled(
+    x, size, weight, bias, eps = fill_arguments(
         args, kwargs, ("input", "normalized_shape", "weight", "bias", "eps"), (None, None, 1e-5)
     )
-    out = _standardized(x, tuple(range(-len(size), 0)), eps)
-    return _scaled_and_shifted(mode, out, weight, bias).to(x.dtype)
+    out = _standardize(x, tuple(range(-len(size), 0)), eps)
+    return _scale_and_shift(mode, out, weight, bias).to(x.dtype)
 
 
 def group_norm(
     mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Compute group_norm: center each channel group; divide by a frozen standard deviation."""
-    x, groups, weight, bias, eps = filled(
+    x, groups, weight, bias, eps = fill_arguments(
         args, kwargs, ("input", "num_groups", "weight", "bias", "eps"), (None, None, 1e-5)
     )
-    out = _standardized(x.reshape(len(x), groups, -1), (-1,), eps).reshape(x.shape)
-    spread = (-1, *(1,) * (x.dim() - 2))
-    weight, bias = (None if p is None else p.view(spread) for p in (weight, bias))
-    return _scaled_and_shifted(mode, out, weight, bias).to(x.dtype)
+    out = _standardize(x.reshape(len(x), groups, -1), (-1,), eps).reshape(x.shape)
+    channel_shape = (-1, *(1,) * (x.dim() - 2))
+    weight, bias = (None if p is None else p.view(channel_shape) for p in (weight, bias))
+    return _scale_and_shift(mode, out, weight, bias).to(x.dtype)
 
 
 def instance_norm(
     mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Compute instance_norm: center each channel; divide by a frozen standard deviation."""
-    args, kwargs = _named(func, args, kwargs)
+    args, kwargs = _name_arguments(func, args, kwargs)
     names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats")
-    x, mean, variance, weight, bias, of_input, _, eps, *_ = filled(
+    x, mean, variance, weight, bias, uses_input, _, eps, *_ = fill_arguments(
         args,
         kwargs,
         (*names, "momentum", "eps", "cudnn_enabled"),
         (None, None, None, None, True, 0.1, 1e-5, True),
     )
-    if not of_input:
+    if not uses_input:
         return batch_norm(
             mode, F.batch_norm, (x, mean, variance, weight, bias, False, 0.1, eps), {}
         )
@@ -406,22 +406,22 @@ def instance_norm(
 
 def rms_norm(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Compute rms_norm: divide by a frozen root mean square."""
-    x, size, weight, eps = filled(
+    x, size, weight, eps = fill_arguments(
         args, kwargs, ("input", "normalized_shape", "weight", "eps"), (None, None)
     )
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    square = _wide(x.detach()).square().mean(tuple(range(-len(size), 0)), keepdim=True)
-    out = _wide(x) * torch.rsqrt(square + eps)
-    return _scaled_and_shifted(mode, out, weight, None).to(x.dtype)
+    square = _widen(x.detach()).square().mean(tuple(range(-len(size), 0)), keepdim=True)
+    out = _widen(x) * torch.rsqrt(square + eps)
+    return _scale_and_shift(mode, out, weight, None).to(x.dtype)
 
 
 def batch_norm(
     mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Compute batch_norm: an affine map of each channel with the running statistics."""
-    args, kwargs = _named(func, args, kwargs)
+    args, kwargs = _name_arguments(func, args, kwargs)
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum")
-    x, mean, variance, weight, bias, training, _, eps = filled(
+    x, mean, variance, weight, bias, training, _, eps = fill_arguments(
         args, kwargs, (*names, "eps"), (None, None, False, 0.1, 1e-5)
     )
     if training or mean is None:
@@ -429,15 +429,15 @@ def batch_norm(
             f"Module {mode.where()!r} runs a batch_norm in training mode, which mixes examples. "
             "Call model.eval(), and use batch norms with running statistics."
         )
-    spread = (-1, *(1,) * (x.dim() - 2))
-    scale = torch.rsqrt(_wide(variance) + eps)
+    channel_shape = (-1, *(1,) * (x.dim() - 2))
+    scale = torch.rsqrt(_widen(variance) + eps)
     scale = scale if weight is None else scale * weight
     shift = -mean * scale if bias is None else bias - mean * scale
-    out = _wide(x) * scale.view(spread) + shift.view(spread)
-    return mode.ledger.included(out, shift.view(spread)).to(x.dtype)
+    out = _widen(x) * scale.view(channel_shape) + shift.view(channel_shape)
+    return mode.ledger.included(out, shift.view(channel_shape)).to(x.dtype)
 
 
-def _named(
+def _name_arguments(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Convert positional arguments of torch.batch_norm or torch.instance_norm to named ones.
@@ -446,8 +446,8 @@ def _named(
     """
     if func not in (torch.batch_norm, torch.instance_norm):
         return args, kwargs
-    how = "training" if func is torch.batch_norm else "use_input_stats"
-    names = ("input", "weight", "bias", "running_mean", "running_var", how, "momentum", "eps")
+    switch = "training" if func is torch.batch_norm else "use_input_stats"
+    names = ("input", "weight", "bias", "running_mean", "running_var", switch, "momentum", "eps")
     return (), dict(zip(names, args, strict=False)) | kwargs
 
 
@@ -455,33 +455,34 @@ def normalize(
     mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Compute normalize: divide vectors by their frozen lengths."""
-    x, p, dim, eps = filled(args, kwargs, ("input", "p", "dim", "eps"), (2.0, 1, 1e-12))
+    x, p, dim, eps = fill_arguments(args, kwargs, ("input", "p", "dim", "eps"), (2.0, 1, 1e-12))
     length = torch.linalg.vector_norm(x.detach(), p, dim, keepdim=True)
     out: Tensor = x / length.clamp_min(eps)
     return out
 
 
-def _standardized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+def _standardize(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
     """Center ``x``, and divide by a frozen standard deviation over ``dims``."""
-    wide = _wide(x)
+    wide = _widen(x)
     centered = wide - wide.mean(dims, keepdim=True)
     variance = centered.detach().square().mean(dims, keepdim=True)
     return centered * torch.rsqrt(variance + eps)
 
 
-def _scaled_and_shifted(
+def _scale_and_shift(
     mode: Linearizing, out: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
+    """Multiply by a weight and add a bias, if any, and record the bias."""
     out = out if weight is None else out * weight
     return out if bias is None else mode.ledger.included(out + bias, bias)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _widen(x: Tensor) -> Tensor:
     """Convert to float32 or wider, in which torch's own norms compute."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def filled(
+def fill_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], defaults: tuple[Any, ...]
 ) -> list[Any]:
     """Return all arguments in the order of ``names``; ``defaults`` are for the last names."""
@@ -490,7 +491,7 @@ def filled(
     return [values[name] for name in names]
 
 
-def positional(
+def to_positional(
     args: tuple[Any, ...], kwargs: dict[str, Any], *names: str
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Move keyword arguments with the given names to positional arguments, in this order."""
@@ -499,8 +500,8 @@ def positional(
     return (*args, *moved), kwargs
 
 
-def _table() -> dict[str, Rule]:
-    """Return the rule of each torch function, by the name that :func:`plain` returns."""
+def _rule_by_name() -> dict[str, Rule]:
+    """Return the rule of each torch function, by the name that :func:`plain_name` returns."""
     rules: dict[str, Rule] = {}
     kinds: tuple[tuple[str, Rule], ...] = (
         (VIEWS, linear),
@@ -517,8 +518,8 @@ def _table() -> dict[str, Rule]:
     )
     for names, rule in kinds:
         rules.update(dict.fromkeys(names.split(), rule))
-    own = (layer_norm, group_norm, instance_norm, rms_norm, batch_norm, normalize, lerp)
-    rules.update({rule.__name__: rule for rule in own})
+    same_names = (layer_norm, group_norm, instance_norm, rms_norm, batch_norm, normalize, lerp)
+    rules.update({rule.__name__: rule for rule in same_names})
     return rules | {
         "__setitem__": assigning,
         "copy_": copying,
@@ -534,4 +535,4 @@ def _table() -> dict[str, Rule]:
     }
 
 
-RULES = _table()
+RULES = _rule_by_name()

@@ -19,14 +19,7 @@ from torch import Tensor
 
 from ..operators import Operator
 from ..operators.base import Role
-from ..operators.coefficients import (
-    Back,
-    Gradients,
-    Moved,
-    follow_mask,
-    live_coefficients,
-    vjp,
-)
+from ..operators.coefficients import Back, Gradients, Moved, follow_mask, live_coefficients, vjp
 from ..operators.heads import ScoredHeads, SoftmaxHeads
 from ..operators.kernels.arithmetic import full_precision
 from .carried import Before
@@ -114,34 +107,34 @@ class Labels:
     """
 
     def __init__(self, several: bool) -> None:
-        self.several = several
+        self.several = several  # whether several passes follow one label each
         self.label: Role | None = None
         #: By role, the gradients that reached factors through content only. The paths with that
         #: role as label continue from these gradients.
-        self.begun: dict[Role, dict[tuple[object, object], Tensor]] = {}
+        self.path_starts: dict[Role, dict[tuple[object, object], Tensor]] = {}
         #: Index of the block that runs again, and number of keys returned for this block so far.
-        self._again: tuple[int, int] | None = None
+        self._block: tuple[int, int] | None = None
 
-    def again(self, block: int | None) -> None:
+    def set_block(self, block: int | None) -> None:
         """Set the index of the block that runs again from now on; None for no block."""
-        self._again = None if block is None else (block, 0)
+        self._block = None if block is None else (block, 0)
 
     def new_key(self) -> object:
-        """Return a key for the next object that divides relevance, for use in ``begun``.
+        """Return a key for the next object that divides relevance, for use in ``path_starts``.
 
         In blocks that run again in each backward pass, the same object gets the same key.
         """
-        if self._again is None:
+        if self._block is None:
             return object()
-        block, part = self._again
-        self._again = block, part + 1
-        return self._again
+        block, count = self._block
+        self._block = block, count + 1
+        return self._block
 
     @contextmanager
-    def only(self, label: Role) -> Iterator[None]:
+    def follow(self, label: Role) -> Iterator[None]:
         """Follow the paths of one label inside the ``with``; call it for content first.
 
-        Paths with other labels continue from ``begun``, so pass a gradient of 0 at the output.
+        Paths with other labels begin at ``path_starts``: pass a gradient of 0 at the output.
         """
         self.label = label
         try:
@@ -150,35 +143,31 @@ class Labels:
             self.label = None
 
 
-def is_shared(operator: Operator, rule: Rule) -> bool:
+def has_shares(operator: Operator, rule: Rule) -> bool:
     """Return True if the rule gives relevance to at least one coefficient of the operator."""
     return any(leaf.roles[name] in FAMILY[rule] for leaf, name in live_coefficients(operator))
 
 
-def shared(
-    operator: Operator,
-    x: Tensor,
-    rule: Rule,
-    ledger: Ledger,
-    labels: Labels,
-    mask: Tensor | None,
+def apply_with_shares(
+    operator: Operator, x: Tensor, rule: Rule, ledger: Ledger, labels: Labels, mask: Tensor | None
 ) -> Tensor:
     """Apply an operator to ``x`` (B, L, H, P), with a gradient divided among factors by a rule."""
-    chosen = [key for key in live_coefficients(operator) if key[0].roles[key[1]] in FAMILY[rule]]
-    sources = [leaf.live[name] for leaf, name in chosen]
-    outer = _Outer(operator, rule, chosen, ledger, labels, mask, labels.new_key())
-    out: Tensor = _Averaged.apply(outer, x, *sources)  # type: ignore[no-untyped-call]
+    live = live_coefficients(operator)
+    factors = [(leaf, name) for leaf, name in live if leaf.roles[name] in FAMILY[rule]]
+    sharing = _SharingOperator(operator, rule, factors, ledger, labels, mask, labels.new_key())
+    sources = [leaf.live[name] for leaf, name in factors]
+    out: Tensor = _Averaged.apply(sharing, x, *sources)  # type: ignore[no-untyped-call]
     return out
 
 
 @dataclass(frozen=True, eq=False)
-class _Outer:
-    """The last operators of a mixer, from the first operator whose factors get a share.
+class _SharingOperator:
+    """An operator whose factors share relevance, with the data for its backward pass.
 
     Attributes:
-        operator: the product of these operators.
+        operator: the product of a mixer's last operators, from the first one with a share.
         rule: the rule.
-        chosen: the operator's coefficients that get a share, as pairs of operator and name.
+        factors: the operator's coefficients that get a share, as pairs of operator and name.
         ledger: the ledger that records the contribution of reference values.
         labels: the paths that a backward pass follows.
         mask: True for real tokens (B, L), or None.
@@ -187,56 +176,58 @@ class _Outer:
 
     operator: Operator
     rule: Rule
-    chosen: Sequence[tuple[Operator, str]]
+    factors: Sequence[tuple[Operator, str]]
     ledger: Ledger
     labels: Labels
     mask: Tensor | None
     key: object
-    _known: list[Back] = field(default_factory=list)
+    _cached: list[Back] = field(default_factory=list)
 
-    def followed(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def gradients_on_paths(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return gradients at values and factors, only along paths that this pass follows."""
-        label, begun = self.labels.label, self.labels.begun
-        of_values, found = self.averaged(x, gradient)
-        if label == "content":
-            for i, (leaf, name) in enumerate(self.chosen):
-                begun.setdefault(leaf.roles[name], {})[self.key, i] = found[i]
-            return of_values, [torch.zeros_like(of_factor) for of_factor in found]
+        label, path_starts = self.labels.label, self.labels.path_starts
+        at_values, at_factors = self.averaged_gradients(x, gradient)
+        if label == "content":  # gradients at factors are starts for later passes
+            for i, (leaf, name) in enumerate(self.factors):
+                path_starts.setdefault(leaf.roles[name], {})[self.key, i] = at_factors[i]
+            return at_values, [torch.zeros_like(at_factor) for at_factor in at_factors]
         if label is not None:
-            for i, of_factor in enumerate(found):
-                before = begun[label].pop((self.key, i), None)
-                found[i] = of_factor if before is None else of_factor + before
-        return of_values, found
+            for i, at_factor in enumerate(at_factors):
+                from_content = path_starts[label].pop((self.key, i), None)
+                at_factors[i] = at_factor if from_content is None else at_factor + from_content
+        return at_values, at_factors
 
-    def averaged(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def averaged_gradients(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return gradients at values and factors: averages over nodes, multiplied by the shares."""
-        shares, found, count = FAMILY[self.rule], Gradients(), len(self._nodes())
+        shares, gradients, count = FAMILY[self.rule], Gradients(), len(self._nodes())
         stack = (gradient / count).expand(count, *gradient.shape)
-        of_values = self._back(x)(stack, found).sum(0)
+        at_values = self._backward_at_nodes(x)(stack, gradients).sum(0)
 
-        def shared(of: Tensor, role: Role) -> Tensor:
-            return of if (share := shares[role].share) == 1 else share * of
+        def scaled(gradient: Tensor, role: Role) -> Tensor:
+            return gradient if (share := shares[role].share) == 1 else share * gradient
 
-        of_factors = [shared(found[leaf][name], leaf.roles[name]) for leaf, name in self.chosen]
-        return shared(of_values, "content"), of_factors
+        at_factors = [
+            scaled(gradients[leaf][name], leaf.roles[name]) for leaf, name in self.factors
+        ]
+        return scaled(at_values, "content"), at_factors
 
     def _nodes(self) -> tuple[float, ...]:
-        return nodes_of(self.rule, any(is_softmax(leaf) for leaf, _ in self.chosen))
+        return nodes_of(self.rule, any(is_softmax(leaf) for leaf, _ in self.factors))
 
-    def _back(self, x: Tensor) -> Back:
+    def _backward_at_nodes(self, x: Tensor) -> Back:
         """Return the backward function at all nodes, cached if several passes need it."""
-        if self._known:
-            return self._known[0]
-        # made on the device: numbers of the host would be waited for
-        at = self._nodes()
-        each = torch.linspace(at[0], at[-1], len(at), dtype=x.dtype, device=x.device)
-        nodes = each.view(-1, *(1,) * x.dim())
-        own = FAMILY[self.rule]["content"].reference == "own"
-        of_values = torch.ones_like(nodes) if own else nodes
-        moved = self._factors_at(nodes.flatten())
-        _, back = vjp(self.operator, of_values * x, moved, of_values)
+        if self._cached:
+            return self._cached[0]
+        # computed on the device, as a copy from the host would wait for the device
+        points = self._nodes()
+        line = torch.linspace(points[0], points[-1], len(points), dtype=x.dtype, device=x.device)
+        nodes = line.view(-1, *(1,) * x.dim())
+        is_own = FAMILY[self.rule]["content"].reference == "own"
+        value_nodes = torch.ones_like(nodes) if is_own else nodes
+        factors_at_nodes = self._factors_at(nodes.flatten())
+        _, back = vjp(self.operator, value_nodes * x, factors_at_nodes, value_nodes)
         if self.labels.several:
-            self._known.append(back)
+            self._cached.append(back)
         return back
 
     def _factors_at(self, nodes: Tensor) -> Moved:
@@ -248,21 +239,21 @@ class _Outer:
         masks: dict[Operator, Tensor | None] = {}
         follow_mask(self.operator, self.mask, masks)
         moved: dict[Operator, dict[str, Tensor]] = {}
-        for leaf, name in self.chosen:
+        for leaf, name in self.factors:
             reference = FAMILY[self.rule][leaf.roles[name]].compared_with(is_softmax(leaf))
             if reference == "own":
                 continue
             factor = leaf.live[name].detach()
-            at = nodes.view(-1, *(1,) * factor.dim())
+            node = nodes.view(-1, *(1,) * factor.dim())
             if reference == "mean":
-                between = torch.lerp(running_mean(factor, masks[leaf]), factor, at)
+                value = torch.lerp(running_mean(factor, masks[leaf]), factor, node)
             elif isinstance(leaf.at_rest, Tensor):
-                between = torch.lerp(leaf.at_rest.to(factor), factor, at)
+                value = torch.lerp(leaf.at_rest.to(factor), factor, node)
             else:
-                between = factor * at
+                value = factor * node
                 if leaf.at_rest:
-                    between += leaf.at_rest * (1 - at)
-            moved.setdefault(leaf, {})[name] = between
+                    value += leaf.at_rest * (1 - node)
+            moved.setdefault(leaf, {})[name] = value
         return moved
 
 
@@ -270,33 +261,33 @@ class _Averaged(torch.autograd.Function):
     """Computes an operator's output; backward averages the derivatives at several nodes."""
 
     @staticmethod
-    def forward(ctx: Any, outer: _Outer, x: Tensor, *sources: Tensor) -> Tensor:
-        ctx.outer = outer
-        out = outer.operator.affine(x)
+    def forward(ctx: Any, sharing: _SharingOperator, x: Tensor, *sources: Tensor) -> Tensor:
+        ctx.sharing = sharing
+        out = sharing.operator.affine(x)
         ctx.save_for_backward(x, out)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        outer: _Outer = ctx.outer
+        sharing: _SharingOperator = ctx.sharing
         x, out = ctx.saved_tensors
         with full_precision(x.device):  # whatever the caller's autocast, as in the forward pass
-            of_values, of_sources = outer.followed(x, gradient)
-        if outer.labels.label is not None:  # the account is of all paths
-            return None, of_values, *of_sources
+            at_values, at_factors = sharing.gradients_on_paths(x, gradient)
+        if sharing.labels.label is not None:  # references are accounted for all paths at once
+            return None, at_values, *at_factors
         batch = len(out)
-        rest = by_example(gradient * out, batch) - by_example(of_values * x, batch)
-        for (leaf, name), found in zip(outer.chosen, of_sources, strict=True):
-            rest = rest - by_example(found * leaf.live[name].detach(), batch)
-        outer.ledger.write_rest(rest)
-        return None, of_values, *of_sources
+        rest = sum_per_example(gradient * out, batch) - sum_per_example(at_values * x, batch)
+        for (leaf, name), at_factor in zip(sharing.factors, at_factors, strict=True):
+            rest = rest - sum_per_example(at_factor * leaf.live[name].detach(), batch)
+        sharing.ledger.write_rest(rest)
+        return None, at_values, *at_factors
 
 
-def by_example(x: Tensor, batch: int) -> Tensor:
-    """Sum ``x`` over all dimensions but the first, of size B, or B L for tokens; return (B,).
+def sum_per_example(x: Tensor, batch: int) -> Tensor:
+    """Return one sum per example (B,), for ``x`` (B, ...) or (B L, ...).
 
-    For a different size, such as an expert's tokens, each example gets the mean over examples. If
-    the mean is wrong for an example, the relevance does not sum to its output.
+    If the first size is no multiple of B, as for an expert's tokens, the examples are unknown. Then
+    each gets an equal share; if it is wrong, the final check finds relevance unequal to the output.
     """
     if x.dim() and len(x) % batch == 0:
         return x.reshape(batch, -1).sum(1)
@@ -312,12 +303,12 @@ def running_mean(x: Tensor, mask: Tensor | None, before: Before | None = None) -
         before: the sum (B, ...) over further tokens before these, and their number; only without a
             mask. Default: None, there are none.
     """
-    ones, wide = (1,) * (x.dim() - 2), x.to(torch.promote_types(x.dtype, torch.float32))
+    trailing, values = (1,) * (x.dim() - 2), x.to(torch.promote_types(x.dtype, torch.float32))
     if mask is None:
-        total, number = (0, 0) if before is None else before
-        last = number + x.shape[1] + 1
-        count = torch.arange(number + 1, last, dtype=wide.dtype, device=x.device)
-        earlier = total[:, None].to(wide) if isinstance(total, Tensor) else total
-        return ((wide.cumsum(1) + earlier) / count.view(1, -1, *ones)).to(x)
-    keep = mask.to(wide).view(*x.shape[:2], *ones)
-    return ((wide * keep).cumsum(1) / keep.cumsum(1).clamp_min(1)).to(x)
+        sum_before, tokens_before = (0, 0) if before is None else before
+        last = tokens_before + x.shape[1] + 1
+        count = torch.arange(tokens_before + 1, last, dtype=values.dtype, device=x.device)
+        earlier = sum_before[:, None].to(values) if isinstance(sum_before, Tensor) else sum_before
+        return ((values.cumsum(1) + earlier) / count.view(1, -1, *trailing)).to(x)
+    counted = mask.to(values).view(*x.shape[:2], *trailing)
+    return ((values * counted).cumsum(1) / counted.cumsum(1).clamp_min(1)).to(x)

@@ -66,17 +66,17 @@ def find_site(
         'output'
     """
     mixers = find_mixers(model, layers)
-    named = dict(model.named_modules(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
     if isinstance(layer, str) and layer.endswith(HEADS):
-        of_a_mixer = any(layer.removesuffix(HEADS) in mixer.names for mixer in mixers)
-        if of_a_mixer or layer not in named:  # a mixer's own part of that name is none
-            return _heads(layer, mixers, at_input)
-    name = layer if isinstance(layer, str) else _name(layer, named)
-    module = named.get(name) if isinstance(name, str) else None
+        is_mixer = any(layer.removesuffix(HEADS) in mixer.names for mixer in mixers)
+        if is_mixer or layer not in modules:  # else a module named "heads"
+            return _heads_site(layer, mixers, at_input)
+    name = layer if isinstance(layer, str) else _name_of(layer, modules)
+    module = modules.get(name) if isinstance(name, str) else None
     if module is None:
-        called = repr(layer) if isinstance(layer, str) else f"of type {type(layer).__name__}"
+        description = repr(layer) if isinstance(layer, str) else f"of type {type(layer).__name__}"
         raise LayerError(
-            f"layer is {called}, but not a module of the model. Pass a module of the model, a "
+            f"layer is {description}, but not a module of the model. Pass a module of the model, a "
             f"name from model.named_modules(), such as {mixers[0].name!r}, or a mixer's heads, "
             f"{mixers[0].name + HEADS!r}."
         )
@@ -90,23 +90,23 @@ def find_site(
     return Site(name or "", module, "input" if at_input else "output")
 
 
-def _name(module: Any, named: dict[str, nn.Module]) -> str | None:
-    return next((name for name, other in named.items() if other is module), None)
+def _name_of(module: Any, modules: dict[str, nn.Module]) -> str | None:
+    return next((name for name, candidate in modules.items() if candidate is module), None)
 
 
-def _heads(name: str, mixers: Sequence[Mixer], at_input: bool) -> Site:
+def _heads_site(name: str, mixers: Sequence[Mixer], at_input: bool) -> Site:
     """Return the :class:`Site` of a mixer's heads, for the mixer's name with ``.heads``."""
-    of_mixer = name.removesuffix(HEADS)
-    mixer = next((mixer for mixer in mixers if of_mixer in mixer.names), None)
+    mixer_name = name.removesuffix(HEADS)
+    mixer = next((mixer for mixer in mixers if mixer_name in mixer.names), None)
     if mixer is None or at_input:
         raise LayerError(
-            f"layer {name!r} names the output of the heads of the mixer {of_mixer!r}"
+            f"layer {name!r} names the output of the heads of the mixer {mixer_name!r}"
             + (
                 ", which has no input: leave attribute_to_layer_input and "
                 "attribute_to_neuron_input False, or pass the mixer."
                 if mixer is not None
                 else ", which the model does not have. Pass one of these mixers with '.heads': "
-                f"{', '.join(each.name for each in mixers)}."
+                f"{', '.join(mixer.name for mixer in mixers)}."
             )
         )
     return Site(name, mixer.module, "heads")
@@ -147,34 +147,32 @@ class Sites:
     cut: dict[Site, bool]
     met: dict[Site, SiteActivation] = field(default_factory=dict)
 
-    def around(self, model: nn.Module) -> set[nn.Module]:
-        """Return the modules with a site inside; a module's own output is outside of it."""
-        at = {site.module for site in self.cut}
-        # the tensors that entered a block are read before those at its input
+    def modules_around(self, model: nn.Module) -> set[nn.Module]:
+        """Return the model's modules that contain a site; a module's output is outside of it."""
+        targets = {site.module for site in self.cut}
+        # the input is inside: tensors that enter a block are read before the input is cut
         own = {site.module for site in self.cut if site.at != "output"}
-        return own | {m for m in model.modules() if not at.isdisjoint({*m.modules()} - {m})}
+        return own | {m for m in model.modules() if not targets.isdisjoint({*m.modules()} - {m})}
 
     def watch(self, stack: ExitStack) -> None:
         """Register hooks on the modules of all sites until ``stack`` closes."""
         for site in self.cut:
             module = site.module
             if site.at == "output":
-                hook = hooked(module.register_forward_hook, self._after(site))
-                stack.enter_context(hook)
+                record = self._output_hook(site)
+                stack.enter_context(hooked(module.register_forward_hook, record))
             elif site.at == "input":
-                before = hooked(
-                    module.register_forward_pre_hook, self._before(site), with_kwargs=True
-                )
-                stack.enter_context(before)
+                record, register = self._input_hook(site), module.register_forward_pre_hook
+                stack.enter_context(hooked(register, record, with_kwargs=True))
 
-    def in_heads(self, module: nn.Module, value: Tensor) -> Tensor:
-        """Record an operator's output (B, L, H, P) if heads are a site; return the new output."""
+    def record_heads(self, module: nn.Module, value: Tensor) -> Tensor:
+        """Record a mixer's heads (B, L, H, P) if they are a site; return the value to continue."""
         for site in self.cut:
             if site.at == "heads" and site.module is module:
                 value = self._record(site, value)
         return value
 
-    def found(self, site: Site) -> SiteActivation:
+    def activation_at(self, site: Site) -> SiteActivation:
         """Return the activation at a site; raise an error if the site's module did not run."""
         if site not in self.met:
             raise LayerError(
@@ -183,34 +181,34 @@ class Sites:
             )
         return self.met[site]
 
-    def _after(self, site: Site) -> Callable[..., Any]:
+    def _output_hook(self, site: Site) -> Callable[..., Any]:
         return lambda module, args, output: self._record(site, output)
 
-    def _before(self, site: Site) -> Callable[..., Any]:
+    def _input_hook(self, site: Site) -> Callable[..., Any]:
         return lambda module, args, kwargs: self._record(site, (args, kwargs))
 
     def _record(self, site: Site, value: Any) -> Any:
         """Record an activation, and return the value that the model uses: a copy or a new leaf."""
-        if not torch._C._is_torch_function_enabled():  # a checkpoint runs again, in the backward
+        if not torch._C._is_torch_function_enabled():  # a rerun by torch's checkpoint
             return value
         with unseen(), torch.enable_grad():
-            tensors = list(_live(value))
+            tensors = list(_live_tensors(value))
             self._check(site, tensors)
             sizes = tuple(x.shape[-1] for x in tensors)
-            # a copy, also of one: the model may change the activation in place later
-            whole = torch.cat(tensors, -1)
+            # a copy even of one tensor: the model may change the activation in place later
+            joined = torch.cat(tensors, -1)
             if not self.cut[site]:  # a copy goes on, for the same reason
-                self.met[site] = SiteActivation(whole, sizes, None)
+                self.met[site] = SiteActivation(joined, sizes, None)
                 copies = [x.clone() for x in tensors]
             else:
-                leaf = self.mode.leaf(whole)
-                self.met[site] = SiteActivation(whole, sizes, leaf)
-                parts = zip(torch.split(leaf, list(sizes), -1), tensors, strict=True)
-                copies = [part.to(x.dtype, copy=True) for part, x in parts]
-            for x, new in zip(tensors, copies, strict=True):
+                leaf = self.mode.leaf(joined)
+                self.met[site] = SiteActivation(joined, sizes, leaf)
+                pieces = zip(torch.split(leaf, list(sizes), -1), tensors, strict=True)
+                copies = [piece.to(x.dtype, copy=True) for piece, x in pieces]
+            for x, replacement in zip(tensors, copies, strict=True):
                 if self.mode.is_bent(x):
-                    self.mode.mark_bent(new)
-        return _replaced(value, iter(copies))
+                    self.mode.mark_bent(replacement)
+        return _replace_live(value, iter(copies))
 
     def _check(self, site: Site, tensors: Sequence[Tensor]) -> None:
         """Raise if the module ran before, has no tensor with a graph, or has unsuitable shapes."""
@@ -239,29 +237,29 @@ class Sites:
             )
 
 
-def _live(value: Any) -> Iterator[Tensor]:
+def _live_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in a nested value that depend on the input."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _live(item)
+            yield from _live_tensors(item)
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _live(item)
+            yield from _live_tensors(item)
 
 
-def _replaced(value: Any, new: Iterator[Tensor]) -> Any:
-    """Replace the tensors that :func:`_live` yields by the tensors of ``new``, in order."""
+def _replace_live(value: Any, new: Iterator[Tensor]) -> Any:
+    """Replace the tensors that :func:`_live_tensors` yields by the tensors of ``new``, in order."""
     if isinstance(value, Tensor):
         return next(new) if value.requires_grad else value
     if isinstance(value, dict):
-        found = copy.copy(value)
+        replaced = copy.copy(value)
         for key, item in value.items():
-            found[key] = _replaced(item, new)
-        return found
+            replaced[key] = _replace_live(item, new)
+        return replaced
     if isinstance(value, tuple | list):
-        items = [_replaced(item, new) for item in value]
+        items = [_replace_live(item, new) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

@@ -28,7 +28,7 @@ NONE, UNKNOWN = -1, -2
 #: Multiples of B * L that are added to positions, by how the positions were found.
 FOLLOWED, RECOGNIZED, COMPUTED = 0, 1, 2
 #: Upper limit of ids below the tags, and smallest prime with which ids and tags fit into 32 bits.
-_IDS, _LEAST = 2**24, 2**10
+_ID_LIMIT, _MIN_PRIME = 2**24, 2**10
 
 
 class Tags:
@@ -42,34 +42,34 @@ class Tags:
         >>> from captum_ssm.linear.tags import Tags
         >>> ids = torch.tensor([[4, 0, 7]])
         >>> tags = Tags(ids)
-        >>> tags.places(tags.call(torch.flip, (ids, [1]), {}))
+        >>> tags.positions_of(tags.call(torch.flip, (ids, [1]), {}))
         tensor([[2, 1, 0]])
     """
 
     def __init__(self, ids: Tensor) -> None:
         self.ids = ids.contiguous()  # examples that share memory have no separate places
-        self._version, self._began = _version(self.ids), _memory_of(self.ids)
+        self._version, self._memory = _version(self.ids), _memory_of(self.ids)
         #: The ids as they were before any function used them.
-        self._first: Tensor | None = None
+        self._original: Tensor | None = None
         #: By memory address: a tensor that keeps the memory, and tagged copies of its integers.
         self._memories: dict[Any, tuple[Tensor, Tensor]] = {}
 
     @functools.cached_property
-    def _step(self) -> int:
+    def _prime(self) -> int:
         """The prime whose multiples are tags, as large as ids with tags in 32 bits allow."""
-        each = 2 * self.ids.numel() + 1
-        step = (2**31 - _IDS) // each
-        step = step if step >= _LEAST else 2**31 - 1  # tags that a cast to 32 bits destroys
-        while pow(2, step - 1, step) != 1:
-            step -= 1
-        return step
+        tags = 2 * self.ids.numel() + 1
+        prime = (2**31 - _ID_LIMIT) // tags
+        prime = prime if prime >= _MIN_PRIME else 2**31 - 1  # tags that a cast to 32 bits destroys
+        while pow(2, prime - 1, prime) != 1:  # Fermat's test
+            prime -= 1
+        return prime
 
-    def follow(self, x: Tensor) -> bool:
+    def follows(self, x: Tensor) -> bool:
         """Return True if integers ``x`` are the explained ids, or may be computed from them."""
-        where = _memory_of(x)
-        return where is not None and (where == self._began or where in self._memories)
+        memory = _memory_of(x)
+        return memory is not None and (memory == self._memory or memory in self._memories)
 
-    def places(self, x: Tensor) -> Tensor:
+    def positions_of(self, x: Tensor) -> Tensor:
         """Return for each integer in ``x`` its position among the explained ids, on the CPU.
 
         Returns:
@@ -79,91 +79,95 @@ class Tags:
         """
         count = self.ids.numel()
         if same_memory(x, self.ids) and _version(x) == self._version is not None:
-            return self._numbers(0)
+            return self._count_from(0)
         with unseen():
-            numbers, first = _on_host(x), self._explained
-            tags = self._tagged(x, numbers) - numbers
-            places = tags.div(self._step, rounding_mode="floor") - 1
-            is_tag = (tags % self._step == 0) & (places >= NONE) & (places < 2 * count)
-            is_same = first.flatten()[places.clamp_min(0) % count] == numbers
-            places = places.where(is_tag & (is_same | (places == NONE)), UNKNOWN)
-            is_equal = bool((places == UNKNOWN).any()) and torch.equal(numbers, first)
-            return self._numbers(COMPUTED * count) if is_equal else places
+            values, explained = _to_cpu(x), self._explained_ids
+            tags = self._add_tags(x, values) - values
+            # a tag is the prime times 1 + the position; an integer that is no id has none
+            positions = tags.div(self._prime, rounding_mode="floor") - 1
+            is_tag = (tags % self._prime == 0) & (positions >= NONE) & (positions < 2 * count)
+            is_same = explained.flatten()[positions.clamp_min(0) % count] == values
+            positions = positions.where(is_tag & (is_same | (positions == NONE)), UNKNOWN)
+            is_equal = bool((positions == UNKNOWN).any()) and torch.equal(values, explained)
+            return self._count_from(COMPUTED * count) if is_equal else positions
 
-    def by_example(self, places: Tensor) -> Tensor | None:
-        """Convert flat indices into the ids to positions within each example (B, L').
-
-        Entries that are no id stay :data:`NONE`.
+    def per_example(self, positions: Tensor) -> Tensor | None:
+        """Convert positions b * L + t to positions t in examples (B, L'); keep :data:`NONE`.
 
         Return None if a position is unknown or in a different example, or if the shape is wrong.
         """
-        (batch, length), is_given = self.ids.shape, places > NONE
-        if places.dim() != 2 or len(places) != batch or bool((places == UNKNOWN).any()):
+        (batch, length), is_id = self.ids.shape, positions > NONE
+        if positions.dim() != 2 or len(positions) != batch or bool((positions == UNKNOWN).any()):
             return None
-        at = places % self.ids.numel() - length * torch.arange(batch, device="cpu")[:, None]
-        if bool((is_given & ((at < 0) | (at >= length))).any()):
+        index = positions % self.ids.numel() - length * torch.arange(batch, device="cpu")[:, None]
+        if bool((is_id & ((index < 0) | (index >= length))).any()):
             return None
-        return at.where(is_given, NONE)
+        return index.where(is_id, NONE)
 
     def recognize(self, x: Tensor) -> bool:
         """Follow ids (B, L') if they begin with the explained ids; return True if they do."""
         with unseen():
             if not begins_with(x, self.ids):
                 return False
-            tagged, length = _on_host(x), self.ids.shape[1]
-            tagged[:, :length] += self._step * self._numbers(1 + RECOGNIZED * self.ids.numel())
-            self._keep(x, tagged)
+            tagged, length = _to_cpu(x), self.ids.shape[1]
+            tagged[:, :length] += self._prime * self._count_from(1 + RECOGNIZED * self.ids.numel())
+            self._store(x, tagged)
         return True
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function; if an argument may depend on explained ids, follow the results."""
         tensors = {id(x): x for x in tensors_in((args, kwargs))}
-        if not any(map(self.follow, tensors.values())):
+        if not any(map(self.follows, tensors.values())):
             return func(*args, **kwargs)
-        ids = {key: x for key, x in tensors.items() if _memory_of(x) is not None}  # whole numbers
+        ids = {key: x for key, x in tensors.items() if _memory_of(x) is not None}  # integers
         with unseen():  # the function may write to its arguments
-            self._first = self.ids.detach().clone() if self._first is None else self._first
-            before = {key: x if self.follow(x) else x.clone() for key, x in ids.items()}
+            self._original = self.ids.detach().clone() if self._original is None else self._original
+            before = {key: x if self.follows(x) else x.clone() for key, x in ids.items()}
         out = func(*args, **kwargs)
         results = list(tensors_in(args[:1] if out is None else (out,)))
-        if not results or any(_memory_of(x) is None for x in results):  # numbers, or truths
+        if not results or any(_memory_of(x) is None for x in results):  # floats, or booleans
             return out
         with unseen():
-            tagged = {key: self._tagged(ids[key], _on_host(x)) for key, x in before.items()}
-            new = {key: tagged.get(key, x.cpu()) for key, x in tensors.items()}
-            copies = _on_tagged(func, swapped(args, new), swapped(kwargs, new), len(results))
+            tagged = {key: self._add_tags(ids[key], _to_cpu(x)) for key, x in before.items()}
+            inputs = {key: tagged.get(key, x.cpu()) for key, x in tensors.items()}
+            args, kwargs = swapped(args, inputs), swapped(kwargs, inputs)
+            copies = _call_tagged(func, args, kwargs, len(results))
             pairs = [*zip(results, copies, strict=True), *((ids[k], x) for k, x in tagged.items())]
             # follow tensors that hold tags, or may: a copy without tags equals its tensor
             for x, copy in pairs:
-                if not (self.follow(x) or (copy is not None and torch.equal(_on_host(x), copy))):
-                    self._keep(x, copy)
+                if not (self.follows(x) or (copy is not None and torch.equal(_to_cpu(x), copy))):
+                    self._store(x, copy)
         return out
 
     @property
-    def _explained(self) -> Tensor:
-        return _on_host(self.ids if self._first is None else self._first)
+    def _explained_ids(self) -> Tensor:
+        """A copy of the explained ids on the CPU, as they were before functions changed them."""
+        return _to_cpu(self.ids if self._original is None else self._original)
 
-    def _numbers(self, first: int) -> Tensor:
+    def _count_from(self, first: int) -> Tensor:
+        """Return consecutive integers from ``first`` in the shape of the ids (B, L)."""
         count = self.ids.numel()
         return torch.arange(first, first + count, device="cpu").view(self.ids.shape)
 
-    def _tagged(self, x: Tensor, numbers: Tensor) -> Tensor:
-        """Return ``numbers``, the integers in ``x``, with tags if ``x`` depends on explained ids.
+    def _add_tags(self, x: Tensor, values: Tensor) -> Tensor:
+        """Return ``values``, the integers in ``x``, with tags if ``x`` depends on explained ids.
 
         The result is a view of the stored copy, so that in-place changes are stored as well.
         """
-        where = _memory_of(x)
-        if where == self._began and where not in self._memories:
-            self._keep(self.ids, self._explained + self._step * self._numbers(1))
-        if where not in self._memories:
-            return numbers
-        like, cells = self._memories[where]
-        return _view_like(cells, x) if like.element_size() == x.element_size() else numbers + 1
+        memory = _memory_of(x)
+        if memory == self._memory and memory not in self._memories:
+            self._store(self.ids, self._explained_ids + self._prime * self._count_from(1))
+        if memory not in self._memories:
+            return values
+        owner, cells = self._memories[memory]
+        return (
+            _view_like(cells, x) if owner.element_size() == x.element_size() else values + 1
+        )  # no tag
 
-    def _keep(self, x: Tensor, tagged: Tensor | None) -> None:
+    def _store(self, x: Tensor, tagged: Tensor | None) -> None:
         """Store the tagged copy of the memory of ``x``; ``tagged`` is None if tags are unknown."""
         size = x.untyped_storage().nbytes() // x.element_size()
-        cells = _on_host(x.detach().as_strided((size,), (1,), 0))
+        cells = _to_cpu(x.detach().as_strided((size,), (1,), 0))
         if tagged is None or tagged.shape != x.shape:
             cells += 1  # which is not a tag
         else:
@@ -171,17 +175,19 @@ class Tags:
         self._memories[_memory_of(x)] = x, cells
 
 
-def _on_tagged(func: Callable[..., Any], args: Any, kwargs: Any, count: int) -> list[Tensor | None]:
+def _call_tagged(
+    func: Callable[..., Any], args: Any, kwargs: Any, count: int
+) -> list[Tensor | None]:
     """Call a function on tagged copies; return ``count`` results, all None if the call fails."""
     try:
         out = func(*args, **kwargs)
     except (IndexError, RuntimeError, TypeError, ValueError):  # a tagged id is not an index
         return [None] * count
-    found = [x.cpu().long() for x in tensors_in(args[:1] if out is None else (out,))]
-    return list(found) if len(found) == count else [None] * count
+    results = [x.cpu().long() for x in tensors_in(args[:1] if out is None else (out,))]
+    return list(results) if len(results) == count else [None] * count
 
 
-def _on_host(x: Tensor) -> Tensor:
+def _to_cpu(x: Tensor) -> Tensor:
     return x.detach().to("cpu", torch.int64, copy=True)
 
 
@@ -191,6 +197,7 @@ def _view_like(cells: Tensor, x: Tensor) -> Tensor:
 
 
 def _version(x: Tensor) -> int | None:
+    """Return the number of in-place changes; None for a tensor of inference mode."""
     return None if x.is_inference() else x._version
 
 

@@ -246,8 +246,8 @@ def names() -> list[str]:
 
 def canonical(name: str) -> str:
     """The function that a name stands for, in place or not."""
-    name = rules.plain(name)
-    return name if name in RULES else rules.plain(name.removesuffix("_"))
+    name = rules.plain_name(name)
+    return name if name in RULES else rules.plain_name(name.removesuffix("_"))
 
 
 def calls(name: str) -> list[Callable[[Tensor, Constants], Any]]:

@@ -74,6 +74,6 @@ def check_read(
     explain = LatimFlow(model, rule=rule)  # type: ignore[arg-type]
     found = explain.attribute(ids, (-1, 3))
     assert read and all(read), "an adapter was asked"
-    patch.setattr(Network, "_reads", lambda *_: False)
+    patch.setattr(Network, "_uses_own_code", lambda *_: False)
     error = relative_error(found, explain.attribute(ids, (-1, 3)))
     assert error <= bound, error

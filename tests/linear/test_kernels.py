@@ -109,7 +109,7 @@ class Explained:
             return self.read[-1]
 
         patch.setattr(Reading, "explains", explains)
-        patch.setattr(reading, "_SLOW", ())
+        patch.setattr(reading, "_SLOW_ON_CPU", ())
 
     def __call__(self, rule: str, mask: Tensor | None = None) -> Tensor:
         images = "pixel_values" in getattr(self._model, "main_input_name", "")
@@ -129,7 +129,7 @@ class Explained:
 
     def by_operators(self, rule: str, mask: Tensor | None = None) -> Tensor:
         with self._patch.context() as patch:
-            patch.setattr(Network, "_reads", lambda *_: False)
+            patch.setattr(Network, "_uses_own_code", lambda *_: False)
             return self(rule, mask)
 
 
@@ -167,12 +167,12 @@ def test_read_as_by_operators(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_first_state_without_a_cache_is_left_to_the_adapter() -> None:
     run = SimpleNamespace(continues=False, given_up=False, give_up=lambda *_, **given: given)
-    token = kernels.now.set(run)  # type: ignore[arg-type]
+    token = kernels.current_reading.set(run)  # type: ignore[arg-type]
     try:
-        call = kernels._entered(kernels._vectors)(lambda **given: given)
+        call = kernels._decorator(kernels._call_by_names)(lambda **given: given)
         assert call(initial_states=1) == {"initial_states": 1}
     finally:
-        kernels.now.reset(token)
+        kernels.current_reading.reset(token)
 
 
 def test_weights_that_ask_for_gradients_are_coefficients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,13 +242,13 @@ def test_a_product_that_is_no_gates_is_left_to_the_adapter(monkeypatch: pytest.M
 @pytest.mark.parametrize("name", ["mamba", "lfm2 with biases", "RWKV6", "RWKV7"])
 def test_roles_follow_paths_through_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS[name](monkeypatch).double()
-    monkeypatch.setattr(reading, "_SLOW", ())
+    monkeypatch.setattr(reading, "_SLOW_ON_CPU", ())
     ids = torch.randint(13, (2, 9))
     asked = {"target": (-1, 3), "rule": "centered", "roles": True}
     with InFloat64():
         found = LatimFlow(model).decompose(ids, **asked)
         with monkeypatch.context() as patch:
-            patch.setattr(Network, "_reads", lambda *_: False)
+            patch.setattr(Network, "_uses_own_code", lambda *_: False)
             wanted = LatimFlow(model).decompose(ids, **asked)
     assert found.roles is not None and wanted.roles is not None
     assert {"key", "query", "gate", "step", "content"} == set(found.roles)

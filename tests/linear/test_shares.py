@@ -21,7 +21,7 @@ from captum_ssm import LatimFlow
 from captum_ssm.attr.engine.decompose import Decomposition
 from captum_ssm.linear import FAMILY
 from captum_ssm.linear.mode import Linearizing
-from captum_ssm.linear.network import through
+from captum_ssm.linear.network import apply_mixer
 from captum_ssm.mixers import LinearMixer
 from captum_ssm.operators import Chain, Diagonal, ElementwiseRecurrence, Operator, Shape, Sum
 from captum_ssm.operators.reorder import Permute, Windowed, Windows
@@ -172,7 +172,7 @@ def given_by(operator: Operator, v: Tensor, rule: Any, mask: Tensor | None) -> T
     mode = Linearizing(None, rule, where=lambda _: "")
     linear = LinearMixer(v, operator, project=lambda y: y, mask=mask)
     with mode:
-        return through(linear, mode)
+        return apply_mixer(linear, mode)
 
 
 def randn(*size: int) -> Tensor:

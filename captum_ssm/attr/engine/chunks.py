@@ -188,7 +188,7 @@ class _Sequence:
             finally:  # free the graph, which the cache and the leaves hold, and hooks hold these
                 carried.cache = None
                 carried.leaves.clear()
-                carried.left.clear()
+                carried.states_for_next.clear()
 
     def run_forward(self) -> None:
         """Run all chunks, store the borders between them, and set :attr:`numbers`.
@@ -219,8 +219,8 @@ class _Sequence:
             chunk_sums = [x.detach().sum(1, keepdim=True, dtype=_wide(x)) for x in network.roots]
             earlier_sums = self._sums or [torch.zeros_like(x) for x in chunk_sums]
             self._sums = [a + b for a, b in zip(earlier_sums, chunk_sums, strict=True)]
-            states = [[x.detach() for x in scan_states] for scan_states in carried.left]
-            return _Border(carried.cache, carried.after, states, border)
+            states = [[x.detach() for x in scan_states] for scan_states in carried.states_for_next]
+            return _Border(carried.cache, carried.sums_for_next, states, border)
 
     def _require_same(self, logits: Tensor) -> None:
         """Raise unless a plain run of the first chunks computes the same ``logits`` (1, K, V)."""
@@ -281,7 +281,7 @@ class _Sequence:
         cache after the chunk, and ``at_logits`` at the chunk's logits (1, K, V).
         """
         of_cache = [x for x in tensors_of(carried.cache) if x.is_floating_point()]
-        end_tensors = [*of_cache, *chain.from_iterable(carried.left)]
+        end_tensors = [*of_cache, *chain.from_iterable(carried.states_for_next)]
 
         def part_of(label: Role | None) -> Tensor:
             """Return the part (1,) along paths of one label, or along all paths for None.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...errors import GradientModeError, NotLinearError
 from ...linear import Linearizing, Network, Step, along_all_paths, contribution, outside
-from ...linear.shares import by_example
+from ...linear.shares import sum_per_example
 from ...operators.base import Role
 from ...operators.coefficients import ROLES
 from ...operators.kernels.arithmetic import autocast_dtype, sum_tensors
@@ -176,7 +176,7 @@ def decompose(
 
     tensors = [*roots, *passing, *others, *step_tensors]
     # blocks that run again keep no graph, so they report their mixers' gradients to `note`
-    with nullcontext() if mode.blocks is None else mode.blocks.reading(note):
+    with nullcontext() if mode.blocks is None else mode.blocks.report_to(note):
         gradients, biases = account(mode, output, constant, tensors)
     unused = iter(gradients)
     at_roots, at_passing, at_others = ([next(unused) for _ in x] for x in (roots, passing, others))
@@ -352,7 +352,7 @@ def _by_role(
         """Return the relevance of tokens (B, L) along the paths that count for one role."""
         # paths of other roles begin inside the network, so nothing of the output enters them
         seed = torch.ones_like(output) if role in by_label or role == "content" else 0 * output
-        with labels.only(role):
+        with labels.follow(role):
             explained = by_label.get(role, output)
             gradients = network.mode.gradients(explained, tensors, seed.detach())
         relevance = [
@@ -365,15 +365,15 @@ def _by_role(
 
     by_role["content"] = tokens if network.mode.rule == "frozen" else relevance_along("content")
     for role in by_label.keys() - {"content"}:
-        labels.begun.setdefault(role, {})
-    *other_roles, last_role = [role for role in ROLES if role in labels.begun] or ["content"]
+        labels.path_starts.setdefault(role, {})
+    *other_roles, last_role = [role for role in ROLES if role in labels.path_starts] or ["content"]
     if by_label and last_role != "content":  # its pass is needed for gradients at the cache
         other_roles, last_role = [*other_roles, last_role], "content"
     for role in other_roles:
         by_role[role] = relevance_along(role)
     if last_role != "content":  # the rest, without another pass
         by_role[last_role] = tokens - torch.stack(list(by_role.values())).sum(0)
-    labels.begun.clear()
+    labels.path_starts.clear()
     return by_role
 
 
@@ -388,7 +388,7 @@ def account(
     biases: dict[str, Tensor] = {} if constant is None else {"output": constant.detach()}
 
     def add(gradient: Tensor, value: Tensor, module: str) -> None:
-        entry = by_example(contribution(gradient, value), len(output))
+        entry = sum_per_example(contribution(gradient, value), len(output))
         biases[module] = biases.get(module, 0) + entry.to(output)
 
     # gradients at the ledger's leaves are not returned, but their hooks report to `add`

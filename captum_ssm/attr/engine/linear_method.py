@@ -460,7 +460,7 @@ def _gradients(network: Network, value: Tensor, constant: Tensor | None) -> list
         gradient = gradients[-1]
         by_place[place] = torch.zeros_like(step.output) if gradient is None else gradient
 
-    with nullcontext() if mode.blocks is None else mode.blocks.reading(note):
+    with nullcontext() if mode.blocks is None else mode.blocks.report_to(note):
         gradients, biases = account(mode, value, constant, [*roots, *outputs])
     by_place |= {outside(i): gradients[len(roots) + i] for i in range(len(outputs))}
     sums = [(g * x.detach()).flatten(1).sum(1) for g, x in zip(gradients, roots, strict=False)]
