@@ -169,7 +169,12 @@ class _JoinSearch:
             self.slots, self.loud, self.calm, self.noisy = {}, {}, {}, {}
             self.calm = self._record_tensors(wanted)  # no slot yet: no noise
             self.slots = self._assign_slots([k for stage in group for k in stage])
-            self.noisy = self._record_tensors(wanted)
+            # without tensors of another size: with noise, an expert may be given more tokens
+            self.noisy = {
+                key: seen
+                for key, seen in self._record_tensors(wanted).items()
+                if key in self.calm and seen.value.shape == self.calm[key].value.shape
+            }
             joins = [join for stage in group for join in self._split_into_joins(stage)]
             for join in joins:
                 self._find_sum(join)
@@ -354,8 +359,6 @@ class _JoinSearch:
                 continue
             for reading in self._readings(value, last):
                 x, noisy = reading(value), reading(self.noisy[key].value)
-                if noisy.shape != x.shape:
-                    continue
                 ways = self._ways_to(join, x, noisy)
                 if not ways and key.enters and self._append_gated(join, key, x, noisy, reading):
                     ways = self._ways_to(join, x, noisy)

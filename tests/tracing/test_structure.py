@@ -15,7 +15,7 @@ import torch
 import transformers
 from oracles import relative_error
 from torch import Tensor, nn
-from zoo import wrapped
+from zoo import delta, wrapped
 from zoo.mamba import transformers_model
 
 from captum_ssm import ImplicitAttention, ImplicitAttentionRollout, LatimALTI, MambaAttribution
@@ -334,6 +334,13 @@ def test_models_whose_norms_are_kernels(method: Any) -> None:
         model.norm = plain
         with pytest.raises(InputError, match="cannot be followed"):
             method(model).attribute(ids, target=(-1, 3))
+
+
+def test_experts_that_are_given_another_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)  # with noise, an expert is given 14 tokens
+    model = delta.Family("qwen4_exp", monkeypatch).model(attention_bias=True)
+    with pytest.raises(InputError, match="cannot be followed"):
+        LatimALTI(model).attribute(torch.randint(13, (2, 9)))
 
 
 # --- what stays, and what is kept --------------------------------------------------------------
