@@ -20,24 +20,24 @@ _SHOWN = 3
 
 def answer_lines(result: SSMLLMAttributionResult) -> str:
     """Return a line for each span of an answer, with the most relevant spans of the prompt."""
-    parts = result.spans
-    assert parts is not None
-    last = parts.hops[-1]
+    spans = result.spans
+    assert spans is not None
+    hop = spans.hops[-1]
     lines = []
-    for s, name in enumerate(parts.names):
-        relevance = last.prompt[s]
+    for i, span in enumerate(spans.names):
+        relevance = hop.prompt[i]
         best = relevance.abs().topk(min(_SHOWN, len(relevance))).indices.tolist()
-        named = ", ".join(f"{parts.features[i]!r} ({relevance[i]:+.3g})" for i in best)
-        rest = float((last.text[s] + last.unresolved[s]).sum())
+        sources = ", ".join(f"{spans.features[k]!r} ({relevance[k]:+.3g})" for k in best)
+        rest = float((hop.text[i] + hop.unresolved[i]).sum())
         lines.append(
-            f"  {name!r} ({parts.outputs[s]:+.3g}): {named}; earlier answer words {rest:+.3g}, "
-            f"constants {last.constants[s]:+.3g}"
+            f"  {span!r} ({spans.outputs[i]:+.3g}): {sources}; earlier answer words {rest:+.3g}, "
+            f"constants {hop.constants[i]:+.3g}"
         )
     return "\n".join(lines)
 
 
 def write_answers(
-    found: Sequence[SSMLLMAttributionResult],
+    results: Sequence[SSMLLMAttributionResult],
     model: str,
     out: Path,
     *,
@@ -49,19 +49,19 @@ def write_answers(
     check_format(out, FORMATS)
     if out.suffix.lower() == ".html":
         heading = model if title is None else title
-        text = generated.answers_page(found, heading, about=about, identity=identity)
-        write_whole(out, text)
+        content = generated.answers_page(results, heading, about=about, identity=identity)
+        write_whole(out, content)
         return [out]
-    parts = [result.spans for result in found if result.spans is not None]
+    spans = [result.spans for result in results if result.spans is not None]
     if out.suffix.lower() == ".json":
-        numbers = [json.loads(part.to_json()) for part in parts]
-        text = json.dumps({"model": model, "answers": numbers}, indent=1, allow_nan=False)
-        write_whole(out, text + "\n")
+        answers = [json.loads(answer.to_json()) for answer in spans]
+        content = json.dumps({"model": model, "answers": answers}, indent=1, allow_nan=False)
+        write_whole(out, content + "\n")
         return [out]
     paths = []
-    for path, part in zip(picture_files(out, len(parts)), parts, strict=True):
+    for path, answer in zip(picture_files(out, len(spans)), spans, strict=True):
         figure, _ = plot_contributions(
-            part.hops[-1].prompt.float(), part.features, part.names, title=model
+            answer.hops[-1].prompt.float(), answer.features, answer.names, title=model
         )
         with replacing(path) as file:
             figure.savefig(file, dpi=150)

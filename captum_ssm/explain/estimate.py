@@ -89,9 +89,9 @@ def estimate_memory(
     is_eager = getattr(config, "_attn_implementation", None) == "eager"
     config = copy.deepcopy(config)  # models may change their configuration
     dtype = getattr(config, "dtype", None) or torch.float32
-    wanted = _Run(tokens, min(tokens, chunk_tokens or tokens))
-    sizes = [x for name, x in vars(config).items() if name.endswith("chunk_size") and x]
-    runs = wanted.short(max([_STEP, *sizes]), is_eager)
+    full_run = _Run(tokens, min(tokens, chunk_tokens or tokens))
+    chunk_sizes = [x for name, x in vars(config).items() if name.endswith("chunk_size") and x]
+    runs = full_run.short(max([_STEP, *chunk_sizes]), is_eager)
     with (
         patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", 8),  # values of a target are kept
         fake_tensor.FakeTensorMode(allow_non_fake_inputs=True),
@@ -99,25 +99,25 @@ def estimate_memory(
     ):
         # class names, because other packages replace the entries of transformers' Auto classes
         names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        kind = getattr(transformers, names.get(config.model_type, ""), None)
-        build = transformers.AutoModelForCausalLM.from_config if kind is None else kind._from_config
+        model_class = getattr(transformers, names.get(config.model_type, ""), None)
+        build = transformers.AutoModelForCausalLM.from_config if model_class is None else model_class._from_config
         model = build(config, dtype=dtype).eval()
         model.requires_grad_(False)
         in_chunks = chunk_tokens is not None
         forward_func = model if in_chunks else partial(_last_logits, model)
         peaks = []
         for run in runs:
-            most = run.chunk if in_chunks else None
+            chunk = run.chunk if in_chunks else None
             explain = LatimFlow(
-                forward_func, model, rule=rule, recompute=recompute, chunk_tokens=most
+                forward_func, model, rule=rule, recompute=recompute, chunk_tokens=chunk
             )
             peaks.append(_peak(explain, model, run.tokens))
-        each = {id(x): x for x in (*model.parameters(), *model.buffers())}.values()
-        weights = sum(x.numel() * x.element_size() for x in each)
+        group = {id(x): x for x in (*model.parameters(), *model.buffers())}.values()
+        weights = sum(x.numel() * x.element_size() for x in group)
     # how equal terms share their memory does not change the result
-    rows, row = ([run.terms(is_eager) for run in each] for each in (runs, [wanted]))
-    parts = torch.linalg.pinv(_matrix(rows), rtol=1e-9) @ _matrix([[peak] for peak in peaks])
-    return Estimate(weights, int(_matrix(row) @ parts))
+    rows, row = ([run.terms(is_eager) for run in group] for group in (runs, [full_run]))
+    coefficients = torch.linalg.pinv(_matrix(rows), rtol=1e-9) @ _matrix([[peak] for peak in peaks])
+    return Estimate(weights, int(_matrix(row) @ coefficients))
 
 
 @dataclass(frozen=True)

@@ -84,9 +84,10 @@ def words_of_tokens(
             f"maps has shape {tuple(scores.shape)}, but target_words has {len(target_words)} and "
             f"source_words {len(source_words)} entries. Pass one entry per token."
         )
-    rows = _membership(target_words, "target_words").to(scores)  # (T', T)
-    columns = _membership(source_words, "source_words").to(scores)
-    return (rows / rows.sum(0).clamp_min(1)).T @ scores @ columns
+    targets = _membership(target_words, "target_words").to(scores)  # (T', T)
+    sources = _membership(source_words, "source_words").to(scores)  # (S', S)
+    # divided by the tokens of each target word; a word without tokens keeps a row of zeros
+    return (targets / targets.sum(0).clamp_min(1)).T @ scores @ sources
 
 
 class LinkCounts(NamedTuple):
@@ -125,13 +126,13 @@ def link_counts(predicted: Tensor, sure: Tensor, possible: Tensor | None = None)
         >>> [count.item() for count in link_counts(predicted, sure)]
         [2, 2, 1, 1]
     """
-    given = as_flags(predicted, predicted, "predicted")
-    if given.dim() != 3:
-        raise InputError(f"predicted has shape {tuple(given.shape)}. Pass a tensor (B, T, S).")
-    certain = as_flags(sure, given, "sure")
-    allowed = certain if possible is None else certain | as_flags(possible, given, "possible")
-    parts = (given, certain, given & certain, given & allowed)
-    return LinkCounts(*(part.sum((1, 2)) for part in parts))
+    links = as_flags(predicted, predicted, "predicted")
+    if links.dim() != 3:
+        raise InputError(f"predicted has shape {tuple(links.shape)}. Pass a tensor (B, T, S).")
+    certain = as_flags(sure, links, "sure")
+    allowed = certain if possible is None else certain | as_flags(possible, links, "possible")
+    link_sets = (links, certain, links & certain, links & allowed)
+    return LinkCounts(*(flags.sum((1, 2)) for flags in link_sets))
 
 
 class Alignment(NamedTuple):
@@ -203,8 +204,8 @@ def link_accuracy(maps: Tensor, gold: Tensor, mask: Tensor | None = None) -> Ten
     best = best_links(maps, mask)
     linked = as_flags(gold, best, "gold") & as_mask(mask, best)
     share = (best & linked).sum(-1).double() / best.sum(-1).clamp_min(1)
-    counts = linked.any(-1)
-    return (share * counts).sum(-1) / counts.sum(-1)
+    has_gold = linked.any(-1)
+    return (share * has_gold).sum(-1) / has_gold.sum(-1)
 
 
 def _membership(words: Sequence[int], name: str) -> Tensor:

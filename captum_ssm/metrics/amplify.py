@@ -75,9 +75,9 @@ def misclassification_confidence(logits: Tensor, labels: Sequence[int] | Tensor)
     if scores.shape[1] < 2:
         raise InputError(f"logits has shape {tuple(scores.shape)}. Pass two or more classes.")
     right = class_targets(labels, scores)[:, None]
-    chances = scores.softmax(-1)
-    wrong = chances.scatter(-1, right, -1).amax(-1)
-    return wrong - chances.gather(-1, right)[:, 0]
+    probabilities = scores.softmax(-1)
+    wrong = probabilities.scatter(-1, right, -1).amax(-1)
+    return wrong - probabilities.gather(-1, right)[:, 0]
 
 
 def hardest_examples(logits: Tensor, labels: Sequence[int] | Tensor, count: int) -> Tensor:
@@ -159,5 +159,5 @@ def amplify_prompt(demonstrations: Sequence[Demonstration], question: str) -> st
     """
     if not demonstrations:
         raise InputError("demonstrations is empty. Pass at least one Demonstration.")
-    shown = [f"{d.text}\n{d.rationale}\nAnswer: {d.label}" for d in demonstrations]
-    return "\n\n".join([*shown, f"{question}\nAnswer:"])
+    examples = [f"{d.text}\n{d.rationale}\nAnswer: {d.label}" for d in demonstrations]
+    return "\n\n".join([*examples, f"{question}\nAnswer:"])

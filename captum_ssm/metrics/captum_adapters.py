@@ -83,9 +83,9 @@ def token_infidelity(
         >>> token_infidelity(method, x, fill=0.0, attributions=torch.zeros(1, 4, 2)).item()
         4.0
     """
-    tensor = _sequence(inputs)
-    allowed = _allowed(tensor, mask)
-    _check(samples, internal_batch_size, len(tensor))
+    tensor = _as_sequence(inputs)
+    allowed = _changeable_tokens(tensor, mask)
+    _check_sampling(samples, internal_batch_size, len(tensor))
     check_share(share)
     generator = torch.Generator().manual_seed(seed)
     if attributions is None:
@@ -95,24 +95,25 @@ def token_infidelity(
             additional_forward_args=additional_forward_args,
             **(options or {}),
         )
-    found = as_scores(single_input(attributions, "attributions")[0], "attributions")
-    if found.shape != tensor.shape:
+    scores = as_scores(single_input(attributions, "attributions")[0], "attributions")
+    if scores.shape != tensor.shape:
         raise InputError(
-            f"attributions has shape {tuple(found.shape)}, but inputs has {tuple(tensor.shape)}. "
+            f"attributions has shape {tuple(scores.shape)}, but inputs has {tuple(tensor.shape)}. "
             "Pass attributions of the same shape, computed with per_token=False."
         )
 
     def remove(rows: Tensor) -> tuple[Tensor, Tensor]:
-        gone = draw_tokens(_repeated(allowed, rows), share, generator)
-        changed = replace_tokens(rows, gone, fill)
-        units = gone if rows.dim() == 2 else gone[..., None].expand_as(rows)
-        return units.to(found), changed
+        """Return 1 for removed units and 0 for others, as Captum requires, and changed inputs."""
+        removed = draw_tokens(_repeat_mask(allowed, rows), share, generator)
+        changed_rows = replace_tokens(rows, removed, fill)
+        units = removed if rows.dim() == 2 else removed[..., None].expand_as(rows)
+        return units.to(scores), changed_rows
 
     result: Tensor = infidelity(
-        _scores_of(method.forward_func),
+        _finite_logits_of(method.forward_func),
         remove,
         tensor,
-        found,
+        scores,
         additional_forward_args=additional_forward_args,
         target=target,
         n_perturb_samples=samples,
@@ -175,25 +176,25 @@ def token_sensitivity(
         >>> 0 < token_sensitivity(InputXGradient(f), x, radius=0.02).item() < 0.02
         True
     """
-    tensor = _sequence(inputs)
-    allowed = _allowed(tensor, mask)
-    _check(samples, internal_batch_size, len(tensor))
+    tensor = _as_sequence(inputs)
+    allowed = _changeable_tokens(tensor, mask)
+    _check_sampling(samples, internal_batch_size, len(tensor))
     generator = torch.Generator().manual_seed(seed)
-    change = (
-        _shaking(radius, generator)
+    perturb = (
+        _noise_adder(radius, generator)
         if tensor.is_floating_point()
-        else _replacing(replacements, share, generator)
+        else _id_replacer(replacements, share, generator)
     )
-    chosen = options or {}
+    extra = options or {}
 
-    def explain(given: Any, **arguments: Any) -> tuple[Tensor]:
-        relevance, _ = single_input(method.attribute(given, **arguments, **chosen))
+    def explain(changed_inputs: Any, **arguments: Any) -> tuple[Tensor]:
+        relevance, _ = single_input(method.attribute(changed_inputs, **arguments, **extra))
         return (as_scores(relevance, "the method's relevance"),)
 
     result: Tensor = sensitivity_max(
         explain,
         tensor,
-        perturb_func=lambda rows: change(rows, _repeated(allowed, rows)),
+        perturb_func=lambda rows: perturb(rows, _repeat_mask(allowed, rows)),
         n_perturb_samples=samples,
         max_examples_per_batch=internal_batch_size,
         target=target,
@@ -202,7 +203,8 @@ def token_sensitivity(
     return result
 
 
-def _shaking(radius: float, generator: torch.Generator) -> Callable[[Tensor, Tensor], Tensor]:
+def _noise_adder(radius: float, generator: torch.Generator) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function that adds uniform noise to the allowed tokens of embeddings (R, L, E)."""
     if not radius > 0:
         raise OptionError(f"radius={radius} is not above 0. Pass a number above 0.")
 
@@ -213,9 +215,10 @@ def _shaking(radius: float, generator: torch.Generator) -> Callable[[Tensor, Ten
     return shake
 
 
-def _replacing(
+def _id_replacer(
     replacements: Tensor | None, share: float, generator: torch.Generator
 ) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function that replaces a share of the allowed ids (R, L) by random replacements."""
     check_share(share)
     if replacements is None or replacements.dim() != 1 or not len(replacements):
         raise OptionError(
@@ -224,14 +227,14 @@ def _replacing(
         )
 
     def replace(rows: Tensor, allowed: Tensor) -> Tensor:
-        which = torch.randint(len(replacements), rows.shape, generator=generator)
-        drawn = replacements.to(rows)[which.to(rows.device)]
-        return torch.where(draw_tokens(allowed, share, generator), drawn, rows)
+        indices = torch.randint(len(replacements), rows.shape, generator=generator)
+        random_ids = replacements.to(rows)[indices.to(rows.device)]
+        return torch.where(draw_tokens(allowed, share, generator), random_ids, rows)
 
     return replace
 
 
-def _scores_of(forward_func: Callable[..., Any]) -> Callable[..., Tensor]:
+def _finite_logits_of(forward_func: Callable[..., Any]) -> Callable[..., Tensor]:
     """Return a function that computes the model's logits and raises if they are not finite."""
 
     def scores(inputs: Tensor, *additional: Any) -> Tensor:
@@ -241,7 +244,8 @@ def _scores_of(forward_func: Callable[..., Any]) -> Callable[..., Tensor]:
     return scores
 
 
-def _sequence(inputs: Tensor | tuple[Tensor]) -> Tensor:
+def _as_sequence(inputs: Tensor | tuple[Tensor]) -> Tensor:
+    """Return the only input; raise unless it is token ids or embeddings."""
     tensor, _ = single_input(inputs)
     if not is_sequence(tensor):
         raise InputError(
@@ -251,21 +255,22 @@ def _sequence(inputs: Tensor | tuple[Tensor]) -> Tensor:
     return tensor
 
 
-def _allowed(tensor: Tensor, mask: Tensor | None) -> Tensor:
+def _changeable_tokens(tensor: Tensor, mask: Tensor | None) -> Tensor:
     """Return the mask of tokens that may be changed, (B, L), for ids or embeddings."""
     allowed = as_mask(mask, tensor if tensor.dim() == 2 else tensor[..., 0])
     if not bool(allowed.any(-1).all()):
-        empty = int((~allowed.any(-1)).long().argmax())
-        raise InputError(f"mask is False for all tokens of example {empty}. Set one to True.")
+        example = int((~allowed.any(-1)).long().argmax())
+        raise InputError(f"mask is False for all tokens of example {example}. Set one to True.")
     return allowed
 
 
-def _repeated(mask: Tensor, rows: Tensor) -> Tensor:
+def _repeat_mask(mask: Tensor, rows: Tensor) -> Tensor:
     """Repeat each example's mask (B, L) to (R, L), as Captum repeats the examples."""
     return mask.repeat_interleave(len(rows) // len(mask), dim=0)
 
 
-def _check(samples: int, internal_batch_size: int | None, batch: int) -> None:
+def _check_sampling(samples: int, internal_batch_size: int | None, batch: int) -> None:
+    """Raise unless there is at least one draw, and a run has room for the whole batch."""
     check_positive(samples, "samples")
     if internal_batch_size is not None and internal_batch_size < batch:
         raise OptionError(

@@ -19,7 +19,7 @@ def as_scores(scores: Any, name: str, dims: int | None = None) -> Tensor:
         name: the name of the argument, for errors.
         dims: the required number of dimensions. Default: None, any number.
     """
-    return _finite(_numbers(scores, name, dims), name)
+    return _require_finite(_as_float(scores, name, dims), name)
 
 
 def masked_scores(
@@ -34,13 +34,14 @@ def masked_scores(
         mask: True for scores that are used. Default: None, all.
         features: whether scores have a last dimension that the mask does not have. Default: False.
     """
-    found = _numbers(scores, name, dims)
-    counts = as_mask(mask, found[..., 0] if features else found)
-    return _finite(found.masked_fill(~(counts[..., None] if features else counts), 0), name), counts
+    converted = _as_float(scores, name, dims)
+    used = as_mask(mask, converted[..., 0] if features else converted)
+    unused = ~(used[..., None] if features else used)
+    return _require_finite(converted.masked_fill(unused, 0), name), used
 
 
-def _numbers(scores: Any, name: str, dims: int | None) -> Tensor:
-    """Return a tensor with half precision converted to float32 and integers to float64."""
+def _as_float(scores: Any, name: str, dims: int | None) -> Tensor:
+    """Return scores as floats: half precision becomes float32, and integers float64."""
     if not isinstance(scores, Tensor):
         raise InputError(f"{name} is of type {type(scores).__name__}. Pass a tensor.")
     if scores.is_complex():
@@ -51,13 +52,13 @@ def _numbers(scores: Any, name: str, dims: int | None) -> Tensor:
         )
     if scores.numel() == 0:
         raise InputError(f"{name} is empty: shape {tuple(scores.shape)}. Pass at least one number.")
-    found = where_double_is(scores.detach())
-    if not found.is_floating_point():
-        return found.double()
-    return found.float() if found.element_size() < 4 else found
+    numbers = where_double_is(scores.detach())
+    if not numbers.is_floating_point():
+        return numbers.double()
+    return numbers.float() if numbers.element_size() < 4 else numbers
 
 
-def _finite(x: Tensor, name: str) -> Tensor:
+def _require_finite(x: Tensor, name: str) -> Tensor:
     """Return ``x``, and raise if an entry is NaN or infinite, because it could not be ranked."""
     bad = int((~x.isfinite()).sum())
     if bad:
@@ -92,16 +93,16 @@ def as_mask(mask: Tensor | None, like: Tensor, name: str = "mask") -> Tensor:
 def as_fractions(fractions: Any) -> Tensor:
     """Return increasing shares from 0 to 1 as a float64 tensor (F,) on the CPU."""
     try:
-        found = torch.as_tensor(fractions, dtype=torch.float64, device="cpu")
+        shares = torch.as_tensor(fractions, dtype=torch.float64, device="cpu")
     except (TypeError, ValueError, RuntimeError):
-        found = torch.empty(0)
-    if found.dim() != 1 or not len(found):
+        shares = torch.empty(0)  # refused below
+    if shares.dim() != 1 or not len(shares):
         raise OptionError(f"fractions={fractions!r}: pass a list of one or more numbers.")
-    if not bool(((found >= 0) & (found <= 1)).all()):
+    if not bool(((shares >= 0) & (shares <= 1)).all()):
         raise OptionError(f"fractions={fractions!r}: pass only numbers from 0 to 1.")
-    if bool((found[1:] <= found[:-1]).any()):
+    if bool((shares[1:] <= shares[:-1]).any()):
         raise OptionError(f"fractions={fractions!r}: pass numbers in increasing order.")
-    return found
+    return shares
 
 
 def check_positive(value: int, name: str) -> None:

@@ -58,24 +58,25 @@ def class_targets(target: Any, logits: Tensor) -> Tensor:
     if target is None:
         return logits.argmax(-1)
     try:
-        found = torch.as_tensor(target, device=logits.device)
+        index = torch.as_tensor(target, device=logits.device)
     except (TypeError, ValueError, RuntimeError):
-        found = torch.empty(0)
-    if found.is_floating_point() or found.dim() > 1 or (found.dim() == 1 and len(found) != batch):
+        index = torch.empty(0)  # refused below, because it is floating-point
+    if index.is_floating_point() or index.dim() > 1 or (index.dim() == 1 and len(index) != batch):
         raise TargetError(
             f"target={target!r}: pass a class, or one class for each of the {batch} examples, or "
             "None for the model's predictions."
         )
-    if not bool(((found >= 0) & (found < classes)).all()):
+    if not bool(((index >= 0) & (index < classes)).all()):
         raise TargetError(
             f"target={target!r} is not a class of the model. Pass classes from 0 to {classes - 1}."
         )
-    return found.long().expand(batch)
+    return index.long().expand(batch)
 
 
 def curves(logits: Tensor, target: Tensor, fractions: Tensor) -> Perturbed:
     """Return the curves of each example's target class, from logits (B, F, K) at F shares."""
-    index = target[:, None, None].expand(*logits.shape[:2], 1)
-    chosen = [logits.argmax(-1) == target[:, None]]
-    chosen += [x.gather(-1, index)[..., 0] for x in (logits.double().softmax(-1), logits)]
-    return Perturbed(*(Curve(fractions, values.double()) for values in chosen))
+    target_index = target[:, None, None].expand(*logits.shape[:2], 1)
+    # the fields of Perturbed: correct, probability, logit
+    measures = [logits.argmax(-1) == target[:, None]]
+    measures += [x.gather(-1, target_index)[..., 0] for x in (logits.double().softmax(-1), logits)]
+    return Perturbed(*(Curve(fractions, values.double()) for values in measures))

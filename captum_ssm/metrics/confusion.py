@@ -43,15 +43,15 @@ def confusion(predicted: Tensor, gold: Tensor, classes: int, ignored: int | None
             "tensors of the same shape (B, ...), examples first."
         )
     true = where_double_is(gold.flatten(1))
-    given = predicted.flatten(1).to(true.device)
-    counts = torch.ones_like(true, dtype=torch.bool) if ignored is None else true != ignored
-    given, true = (
-        _labels(given, counts, classes, "predicted"),
-        _labels(true, counts, classes, "gold"),
+    predicted = predicted.flatten(1).to(true.device)
+    labeled = torch.ones_like(true, dtype=torch.bool) if ignored is None else true != ignored
+    predicted, true = (
+        _check_labels(predicted, labeled, classes, "predicted"),
+        _check_labels(true, labeled, classes, "gold"),
     )
-    found = torch.zeros(len(true), classes * classes, dtype=torch.long, device=true.device)
-    found.scatter_add_(1, true * classes + given, counts.long())
-    return found.view(-1, classes, classes)
+    counts = torch.zeros(len(true), classes * classes, dtype=torch.long, device=true.device)
+    counts.scatter_add_(1, true * classes + predicted, labeled.long())
+    return counts.view(-1, classes, classes)
 
 
 def pixel_accuracy(counts: Tensor) -> Tensor:
@@ -147,16 +147,17 @@ def f1(counts: Tensor) -> Tensor:
 
 
 def _diagonal(counts: Tensor) -> Tensor:
+    """Return the number of right pixels of each class (..., K); raise unless counts is square."""
     if counts.dim() < 2 or counts.shape[-1] != counts.shape[-2]:
         raise InputError(f"counts has shape {tuple(counts.shape)}. Pass a tensor (..., K, K).")
     return counts.diagonal(dim1=-2, dim2=-1)
 
 
-def _labels(labels: Tensor, counts: Tensor, classes: int, name: str) -> Tensor:
-    """Return labels as integers, with 0 at ignored pixels; raise if a label is not a class."""
+def _check_labels(labels: Tensor, labeled: Tensor, classes: int, name: str) -> Tensor:
+    """Return labels as integers, with 0 at unlabeled pixels; raise if a label is not a class."""
     if labels.is_floating_point():
         raise InputError(f"{name} has dtype {labels.dtype}. Pass classes as integers or booleans.")
-    labels = labels.long().where(counts, 0)
+    labels = labels.long().where(labeled, 0)
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise InputError(
             f"{name} has classes {int(labels.min())} to {int(labels.max())}, but classes={classes} "

@@ -73,9 +73,9 @@ class Curve:
             raise OptionError(
                 f"fractions={self.fractions.tolist()} has one point. Pass two or more for an area."
             )
-        at = self.fractions.to(self.values)
-        area = torch.trapezoid(self.values, at, dim=-1)
-        return area / (at[-1] - at[0]) if normalized else area
+        shares = self.fractions.to(self.values)
+        area = torch.trapezoid(self.values, shares, dim=-1)
+        return area / (shares[-1] - shares[0]) if normalized else area
 
 
 def change_order(
@@ -112,13 +112,15 @@ def change_order(
     if generator is None:
         order = key.argsort(dim=-1, stable=True)
     else:
+        # a stable sort of shuffled units: units with equal relevance keep their random order
         shuffled = torch.rand(key.shape, generator=generator).argsort(-1).to(key.device)
         order = shuffled.gather(-1, key.gather(-1, shuffled).argsort(dim=-1, stable=True))
-    places = torch.arange(key.shape[-1], device=key.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, places)
+    # the inverse permutation: from the unit at each rank to the rank of each unit
+    ranks = torch.arange(key.shape[-1], device=key.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, ranks)
 
 
-def changed(order: Tensor, fractions: Tensor, mask: Tensor | None = None) -> Tensor:
+def changed_at_shares(order: Tensor, fractions: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return a mask (B, F, N) of the units that are changed at each share.
 
     If n units of an example may be changed, the first floor(f n) of them are changed at share f.

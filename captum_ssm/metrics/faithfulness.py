@@ -66,19 +66,20 @@ def token_faithfulness(
         >>> [round(value.item(), 2) for value in found]  # auc, ap, recall
         [0.75, 0.83, 0.5]
     """
-    scores, counts = masked_scores(maps, mask, "maps", dims=3)
+    scores, ranked = masked_scores(maps, mask, "maps", dims=3)
     true = as_flags(gold, scores, "gold")
-    units = [x.flatten(0, 1) if per_row else x.flatten(1) for x in (scores, true, counts)]
-    found = (
-        roc_auc(*units),
-        average_precision(*units),
-        recall_at_k(units[0], units[1], k, units[2]),
+    rows = [x.flatten(0, 1) if per_row else x.flatten(1) for x in (scores, true, ranked)]
+    measures = (
+        roc_auc(*rows),
+        average_precision(*rows),
+        recall_at_k(rows[0], rows[1], k, rows[2]),
     )
     if not per_row:
-        return Faithfulness(*found)
-    both = torch.stack(found, -1)
-    both = both.masked_fill(both.isnan().any(-1, keepdim=True), float("nan"))
-    return Faithfulness(*both.view(len(maps), -1, 3).nanmean(1).unbind(-1))
+        return Faithfulness(*measures)
+    by_row = torch.stack(measures, -1)
+    # a row without true or without false sources counts in none of the three means
+    by_row = by_row.masked_fill(by_row.isnan().any(-1, keepdim=True), float("nan"))
+    return Faithfulness(*by_row.view(len(maps), -1, 3).nanmean(1).unbind(-1))
 
 
 def relevance_mass(relevance: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -66,14 +66,14 @@ def blurred(images: Tensor, sigma: float = 11.0) -> Tensor:
         raise OptionError(f"sigma={sigma} is not above 0. Pass a number above 0.")
     radius = max(1, math.ceil(3 * sigma))
     out = images if images.dtype == torch.float64 else images.float()
-    at = torch.arange(-radius, radius + 1, dtype=out.dtype, device=out.device)
-    weight = torch.exp(-0.5 * (at / sigma) ** 2)
+    offsets = torch.arange(-radius, radius + 1, dtype=out.dtype, device=out.device)
+    weight = torch.exp(-0.5 * (offsets / sigma) ** 2)
     weight = weight / weight.sum()
-    for dim in (2, 3):
-        lines = out.movedim(dim, -1)
-        flat = lines.reshape(-1, 1, lines.shape[-1])
-        padded = F.pad(flat, (radius, radius), mode="replicate")
-        out = F.conv1d(padded, weight[None, None]).view(lines.shape).movedim(-1, dim)
+    for dim in (2, 3):  # a Gaussian is separable: blur along H, then along W
+        pixel_rows = out.movedim(dim, -1)
+        flat_rows = pixel_rows.reshape(-1, 1, pixel_rows.shape[-1])
+        padded = F.pad(flat_rows, (radius, radius), mode="replicate")
+        out = F.conv1d(padded, weight[None, None]).view(pixel_rows.shape).movedim(-1, dim)
     return out.to(images.dtype)
 
 
@@ -92,8 +92,8 @@ def filled(images: Tensor, fill: Fill) -> Tensor:
     values = torch.as_tensor(fill, dtype=images.dtype, device=images.device)
     if values.dim() == 1 and len(values) in (1, images.shape[1]):
         return values[:, None, None]
-    same = values.dim() == 4 and values.shape[1:] == images.shape[1:]
-    if values.dim() and not (same and len(values) in (1, len(images))):
+    is_image_shape = values.dim() == 4 and values.shape[1:] == images.shape[1:]
+    if values.dim() and not (is_image_shape and len(values) in (1, len(images))):
         raise InputError(
             f"fill has shape {tuple(values.shape)} for images of shape {tuple(images.shape)}: pass "
             "a number, one number per channel, or images of the same shape."

@@ -18,7 +18,7 @@ from ..attr.call.inputs import batch_parts
 from ..errors import InputError
 from .checks import as_fractions, as_scores
 from .classes import Classifier, Perturbed, class_logits, class_targets, curves
-from .curve import TENTHS, change_order, changed
+from .curve import TENTHS, change_order, changed_at_shares
 from .fills import Fill, filled
 
 
@@ -101,8 +101,8 @@ def image_perturbation(
         ([[3.0, 2.0, 0.0]], [[1.0, 1.0, 0.0]])
     """
     if not isinstance(images, Tensor) or images.dim() != 4 or not images.is_floating_point():
-        found = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
-        raise InputError(f"images is {found}. Pass a floating-point tensor (B, C, H, W).")
+        actual = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+        raise InputError(f"images is {actual}. Pass a floating-point tensor (B, C, H, W).")
     shares = as_fractions(fractions)
     maps = pixel_relevance(relevance, (images.shape[2], images.shape[3]))
     if len(maps) != len(images):
@@ -110,15 +110,15 @@ def image_perturbation(
             f"relevance has {len(maps)} maps for {len(images)} images. Pass one map per image."
         )
     order = change_order(maps.flatten(1), most_first=most_first, generator=generator)
-    parts, whole = [], []
-    for cut in batch_parts(len(images), internal_batch_size):
-        some = cut(images)
-        # a value per channel may be as long as the batch
+    logits, unchanged = [], []
+    for take_part in batch_parts(len(images), internal_batch_size):
+        part = take_part(images)
+        # only images are split with the batch: values per channel (C,) may have the same length
         per_image = isinstance(fill, Tensor) and fill.dim() == 4
-        replacement = filled(some, cut(fill) if per_image else fill)
-        removed = changed(cut(order), shares).to(images.device)
-        removed = removed.view(len(some), -1, *images.shape[2:])  # (B, F, H, W)
-        whole.append(class_logits(forward_func, some))
-        steps = (torch.where(gone[:, None], replacement, some) for gone in removed.unbind(1))
-        parts.append(torch.stack([class_logits(forward_func, step) for step in steps], 1))
-    return curves(torch.cat(parts), class_targets(target, torch.cat(whole)), shares)
+        replacement = filled(part, take_part(fill) if per_image else fill)
+        removed = changed_at_shares(take_part(order), shares).to(images.device)
+        removed = removed.view(len(part), -1, *images.shape[2:])  # (B, F, H, W)
+        unchanged.append(class_logits(forward_func, part))
+        steps = (torch.where(mask[:, None], replacement, part) for mask in removed.unbind(1))
+        logits.append(torch.stack([class_logits(forward_func, x) for x in steps], 1))
+    return curves(torch.cat(logits), class_targets(target, torch.cat(unchanged)), shares)

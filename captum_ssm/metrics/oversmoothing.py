@@ -40,23 +40,23 @@ def token_similarity(
         >>> token_similarity(tokens, query=-1).item()
         1.0
     """
-    vectors, counts = masked_scores(tokens, mask, "tokens", dims=3, features=True)
+    vectors, used = masked_scores(tokens, mask, "tokens", dims=3, features=True)
     if query is not None:
-        counts = counts & ~_at(query, counts)
-    unit = torch.nn.functional.normalize(vectors.double(), dim=-1) * counts[..., None]
-    pairs = unit.sum(1).square().sum(-1) - unit.square().sum((1, 2))
-    number = counts.sum(-1).double()
-    return (pairs / (number * (number - 1))).where(number > 1, float("nan"))
+        used = used & ~_query_mask(query, used)
+    unit = torch.nn.functional.normalize(vectors.double(), dim=-1) * used[..., None]
+    pair_sum = unit.sum(1).square().sum(-1) - unit.square().sum((1, 2))
+    token_count = used.sum(-1).double()
+    return (pair_sum / (token_count * (token_count - 1))).where(token_count > 1, float("nan"))
 
 
-def _at(query: int | Tensor, like: Tensor) -> Tensor:
+def _query_mask(query: int | Tensor, like: Tensor) -> Tensor:
     """Return a mask (B, L) that is True at the query of each example."""
     batch, tokens = like.shape
-    at = torch.as_tensor(query, device=like.device)
-    if at.is_floating_point() or at.shape not in ((), (batch,)):
+    positions = torch.as_tensor(query, device=like.device)
+    if positions.is_floating_point() or positions.shape not in ((), (batch,)):
         raise QueryError(f"query={query!r}: pass a position, or one for each of {batch} examples.")
-    if not bool(((at >= -tokens) & (at < tokens)).all()):
+    if not bool(((positions >= -tokens) & (positions < tokens)).all()):
         raise QueryError(
             f"query={query!r} is outside of the {tokens} tokens. Pass a token's position."
         )
-    return torch.arange(tokens, device=like.device) == (at % tokens).expand(batch)[:, None]
+    return torch.arange(tokens, device=like.device) == (positions % tokens).expand(batch)[:, None]

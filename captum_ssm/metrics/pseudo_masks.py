@@ -39,14 +39,14 @@ def pseudo_masks(maps: Tensor, present: Tensor, background: float = 0.5) -> Tens
         [[[1, 0, 2]]]
     """
     scores = as_scores(maps, "maps", dims=4)
-    shown = as_flags(present, scores[:, :, 0, 0], "present")
+    is_present = as_flags(present, scores[:, :, 0, 0], "present")
     if not 0 <= background <= 1:
         raise OptionError(f"background={background}: pass a number from 0 to 1.")
-    positive = scores.clamp_min(0) * shown[..., None, None]
+    positive = scores.clamp_min(0) * is_present[..., None, None]
     peak = positive.amax((2, 3), keepdim=True)
-    positive = positive / peak.where(peak > 0, 1)
-    best, index = positive.max(1)
-    return (index + 1).where(best > background, 0)
+    positive = positive / peak.where(peak > 0, 1)  # a map without positive values stays 0
+    highest, index = positive.max(1)
+    return (index + 1).where(highest > background, 0)
 
 
 class PseudoMaskScores:
@@ -72,7 +72,7 @@ class PseudoMaskScores:
     def __init__(self, classes: int = 21, ignored: int | None = 255) -> None:
         check_positive(classes, "classes")
         self.classes, self.ignored = classes, ignored
-        self._sample = Sample(_ious)
+        self._sample = Sample(_ious_and_mean)
 
     def update(self, masks: Tensor, gold: Tensor) -> None:
         """Add a batch of images.
@@ -107,8 +107,8 @@ class PseudoMaskScores:
         return self._sample.interval(confidence, resamples=resamples, seed=seed)
 
 
-def _ious(sums: Tensor, counts: Tensor) -> Tensor:
+def _ious_and_mean(sums: Tensor, counts: Tensor) -> Tensor:
     """Compute the K IoUs and the mean IoU from sums of counts (..., K * K) over images."""
-    size = round(sums.shape[-1] ** 0.5)
-    found = iou(sums.reshape(*sums.shape[:-1], size, size))
-    return torch.cat([found, found.nanmean(-1, keepdim=True)], -1)
+    classes = round(sums.shape[-1] ** 0.5)
+    ious = iou(sums.reshape(*sums.shape[:-1], classes, classes))
+    return torch.cat([ious, ious.nanmean(-1, keepdim=True)], -1)

@@ -43,11 +43,12 @@ def roc_auc(scores: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
         >>> roc_auc(torch.tensor([[0.9, 0.6, 0.4, 0.1]]), torch.tensor([[1, 0, 1, 0]])).item()
         0.75
     """
-    scores, true, false = _checked(scores, gold, mask)
-    others = scores.masked_fill(~false, float("inf")).sort(-1).values
-    below = torch.searchsorted(others, scores)
-    up_to = torch.searchsorted(others, scores, right=True)
-    wins = (below + up_to).double() / 2
+    scores, true, false = _split_gold(scores, gold, mask)
+    # the sorted scores of false units; true units come last as infinity
+    false_scores = scores.masked_fill(~false, float("inf")).sort(-1).values
+    below = torch.searchsorted(false_scores, scores)
+    up_to = torch.searchsorted(false_scores, scores, right=True)
+    wins = (below + up_to).double() / 2  # false units with lower scores, equal ones count half
     pairs = true.sum(-1).double() * false.sum(-1)
     return (wins * true).sum(-1) / pairs  # 0 / 0 is NaN
 
@@ -77,9 +78,9 @@ def average_precision(scores: Tensor, gold: Tensor, mask: Tensor | None = None) 
         >>> average_precision(scores, gold).item()  # the mean of 1 / 1 and 2 / 4
         0.75
     """
-    scores, true, false = _checked(scores, gold, mask)
-    found = _at_least(scores, true).double() / _at_least(scores, true | false)
-    return found.where(true, 0).sum(-1) / true.sum(-1)
+    scores, true, false = _split_gold(scores, gold, mask)
+    precision = _count_at_least(scores, true).double() / _count_at_least(scores, true | false)
+    return precision.where(true, 0).sum(-1) / true.sum(-1)
 
 
 def recall_at_k(
@@ -109,8 +110,8 @@ def recall_at_k(
         >>> recall_at_k(scores, gold).item(), recall_at_k(scores, gold, k=4).item()
         (0.5, 1.0)
     """
-    hits, _, total = _hits(scores, gold, k, mask)
-    return hits / total
+    hits, _, true_count = _hits_in_top_k(scores, gold, k, mask)
+    return hits / true_count
 
 
 def precision_at_k(
@@ -134,8 +135,8 @@ def precision_at_k(
         >>> precision_at_k(scores, gold, k=1).item(), precision_at_k(scores, gold, k=4).item()
         (1.0, 0.5)
     """
-    hits, looked_at, _ = _hits(scores, gold, k, mask)
-    return hits / looked_at
+    hits, top_count, _ = _hits_in_top_k(scores, gold, k, mask)
+    return hits / top_count
 
 
 def pearson(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -159,7 +160,7 @@ def pearson(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tenso
         >>> pearson(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 2.0, 6.0]])).item()
         0.944911182523068
     """
-    return _correlation(*_paired(scores, others, mask))
+    return _correlation(*_as_pair(scores, others, mask))
 
 
 def spearman(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -180,8 +181,8 @@ def spearman(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tens
         >>> spearman(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 2.0, 6.0]])).item()
         1.0
     """
-    first, second, counts = _paired(scores, others, mask)
-    return _correlation(_ranks(first, counts), _ranks(second, counts), counts)
+    first, second, used = _as_pair(scores, others, mask)
+    return _correlation(_ranks(first, used), _ranks(second, used), used)
 
 
 def kendall(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -203,74 +204,76 @@ def kendall(scores: Tensor, others: Tensor, mask: Tensor | None = None) -> Tenso
         >>> round(kendall(scores, others).item(), 3)  # one of six pairs is in a different order
         0.667
     """
-    first, second, counts = _paired(scores, others, mask)
-    pairs = counts[:, :, None] & counts[:, None]
-    one, other = ((x[:, :, None] - x[:, None]).sign() * pairs for x in (first, second))  # (B, N, N)
-    agreed = (one * other).sum((1, 2))
-    return agreed / (one.abs().sum((1, 2)) * other.abs().sum((1, 2))).sqrt()
+    first, second, used = _as_pair(scores, others, mask)
+    pairs = used[:, :, None] & used[:, None]
+    # signs of the differences between units, (B, N, N)
+    a, b = ((x[:, :, None] - x[:, None]).sign() * pairs for x in (first, second))
+    agreement = (a * b).sum((1, 2))
+    return agreement / (a.abs().sum((1, 2)) * b.abs().sum((1, 2))).sqrt()
 
 
-def _checked(scores: Tensor, gold: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _split_gold(scores: Tensor, gold: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return scores (B, N), a mask of the true units, and a mask of the false units."""
-    scores, counts = masked_scores(scores, mask, "scores", dims=2)
+    scores, used = masked_scores(scores, mask, "scores", dims=2)
     true = as_flags(gold, scores, "gold")
-    return scores.contiguous(), true & counts, ~true & counts
+    return scores.contiguous(), true & used, ~true & used
 
 
-def _paired(scores: Tensor, others: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _as_pair(scores: Tensor, others: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return both scores in float64, and the mask of the units to use, each (B, N)."""
-    first, counts = masked_scores(scores, mask, "scores", dims=2)
+    first, used = masked_scores(scores, mask, "scores", dims=2)
     second, _ = masked_scores(others, mask, "others", dims=2)
     if first.shape != second.shape:
         raise InputError(
             f"scores has shape {tuple(first.shape)}, but others has {tuple(second.shape)}. Pass "
             "two scores of the same units."
         )
-    return first.double(), second.to(first.device).double(), counts
+    return first.double(), second.to(first.device).double(), used
 
 
-def _correlation(first: Tensor, second: Tensor, counts: Tensor) -> Tensor:
-    """Return Pearson's correlation over the units where ``counts`` is True, (B,)."""
-    one, other = (_centered(x, counts) for x in (first, second))
-    return (one * other).sum(-1) / (one.square().sum(-1) * other.square().sum(-1)).sqrt()
+def _correlation(first: Tensor, second: Tensor, used: Tensor) -> Tensor:
+    """Return Pearson's correlation over the units where ``used`` is True, (B,)."""
+    x, y = (_centered(scores, used) for scores in (first, second))
+    return (x * y).sum(-1) / (x.square().sum(-1) * y.square().sum(-1)).sqrt()
 
 
-def _centered(scores: Tensor, counts: Tensor) -> Tensor:
-    """Return scores minus their mean over the units where ``counts`` is True; 0 elsewhere."""
+def _centered(scores: Tensor, used: Tensor) -> Tensor:
+    """Return scores minus their mean over the units where ``used`` is True; 0 elsewhere."""
     # first subtract the minimum, so that equal scores become exactly 0 without rounding error
-    scores = scores - scores.masked_fill(~counts, float("inf")).amin(-1, keepdim=True)
-    scores = scores.where(counts, 0)
-    return (scores - scores.sum(-1, keepdim=True) / counts.sum(-1, keepdim=True)).where(counts, 0)
+    scores = scores - scores.masked_fill(~used, float("inf")).amin(-1, keepdim=True)
+    scores = scores.where(used, 0)
+    return (scores - scores.sum(-1, keepdim=True) / used.sum(-1, keepdim=True)).where(used, 0)
 
 
-def _ranks(scores: Tensor, counts: Tensor) -> Tensor:
+def _ranks(scores: Tensor, used: Tensor) -> Tensor:
     """Return 2 * rank - 1 of each unit, (B, N): an integer even if ties share a mean rank."""
-    rising = scores.masked_fill(~counts, float("inf")).sort(-1).values
+    rising = scores.masked_fill(~used, float("inf")).sort(-1).values
     below = torch.searchsorted(rising, scores.contiguous())
     up_to = torch.searchsorted(rising, scores.contiguous(), right=True)
     return (below + up_to).double()
 
 
-def _at_least(scores: Tensor, among: Tensor) -> Tensor:
+def _count_at_least(scores: Tensor, among: Tensor) -> Tensor:
     """Return for each unit the number of units in ``among`` with an equal or higher score."""
     rising = scores.masked_fill(~among, float("-inf")).sort(-1).values
     return scores.shape[-1] - torch.searchsorted(rising, scores)
 
 
-def _hits(
+def _hits_in_top_k(
     scores: Tensor, gold: Tensor, k: int | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return counts per example: expected true units in the top K, K, and all true units."""
     if k is not None:
         check_positive(k, "k")
-    scores, true, false = _checked(scores, gold, mask)
-    counts = true | false
+    scores, true, false = _split_gold(scores, gold, mask)
+    ranked = true | false
     total = true.sum(-1)
-    looked_at = (total if k is None else torch.full_like(total, k)).minimum(counts.sum(-1))
-    falling = scores.masked_fill(~counts, float("-inf")).sort(-1, descending=True).values
-    last = falling.gather(-1, (looked_at - 1).clamp_min(0)[:, None])
-    above, tied = counts & (scores > last), counts & (scores == last)
-    room = (looked_at - above.sum(-1)).double()
+    top_count = (total if k is None else torch.full_like(total, k)).minimum(ranked.sum(-1))
+    falling = scores.masked_fill(~ranked, float("-inf")).sort(-1, descending=True).values
+    kth_score = falling.gather(-1, (top_count - 1).clamp_min(0)[:, None])
+    above, tied = ranked & (scores > kth_score), ranked & (scores == kth_score)
+    # of the units with the K-th score, only `room` fit into the top K: each has this chance
+    room = (top_count - above.sum(-1)).double()
     share = room / tied.sum(-1).clamp_min(1)
     hits = (above & true).sum(-1) + share * (tied & true).sum(-1)
-    return hits.where(looked_at > 0, 0), looked_at, total
+    return hits.where(top_count > 0, 0), top_count, total

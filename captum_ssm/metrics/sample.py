@@ -96,8 +96,8 @@ class Sample:
                 points of a curve. NaN marks a value that is not defined.
         """
         if not isinstance(values, Tensor) or values.dim() not in (1, 2):
-            found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            raise InputError(f"values is {found}. Pass a tensor (B,) or (B, k).")
+            actual = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise InputError(f"values is {actual}. Pass a tensor (B,) or (B, k).")
         rows = values.detach().cpu().double()
         rows = rows[:, None] if rows.dim() == 1 else rows
         if self._batches and rows.shape[1] != self._batches[0].shape[1]:
@@ -151,22 +151,23 @@ class Sample:
         if not 0 < confidence < 1:
             raise OptionError(f"confidence={confidence}: pass a number between 0 and 1.")
         check_positive(resamples, "resamples")
-        drawn = self._resampled(resamples, torch.Generator().manual_seed(seed))
+        values = self._resampled_statistics(resamples, torch.Generator().manual_seed(seed))
         tail = (1 - confidence) / 2
-        low, high = drawn.nanquantile(torch.tensor([tail, 1 - tail], dtype=drawn.dtype), dim=0)
+        low, high = values.nanquantile(torch.tensor([tail, 1 - tail], dtype=values.dtype), dim=0)
         return Interval(low, self.value(), high)
 
-    def _resampled(self, resamples: int, generator: torch.Generator) -> Tensor:
+    def _resampled_statistics(self, resamples: int, generator: torch.Generator) -> Tensor:
         """Return the statistic of each resample, (resamples, m)."""
         rows = self.rows
-        known, rows = (~rows.isnan()).double(), rows.nan_to_num()
-        count = len(rows)
-        step = max(1, _BLOCK_ELEMENTS // count)
-        parts = []
-        for start in range(0, resamples, step):
-            size = min(step, resamples - start)
-            chosen = torch.randint(count, (size, count), generator=generator)
-            times = torch.zeros(size, count, dtype=torch.float64)
-            times.scatter_add_(1, chosen, torch.ones_like(times))
-            parts.append(self.statistic(times @ rows, times @ known))
-        return torch.cat(parts)
+        is_defined, rows = (~rows.isnan()).double(), rows.nan_to_num()
+        examples = len(rows)
+        block = max(1, _BLOCK_ELEMENTS // examples)
+        statistics = []
+        for start in range(0, resamples, block):
+            size = min(block, resamples - start)
+            draws = torch.randint(examples, (size, examples), generator=generator)
+            # how often each resample contains each example
+            weights = torch.zeros(size, examples, dtype=torch.float64)
+            weights.scatter_add_(1, draws, torch.ones_like(weights))
+            statistics.append(self.statistic(weights @ rows, weights @ is_defined))
+        return torch.cat(statistics)

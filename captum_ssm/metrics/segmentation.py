@@ -114,12 +114,13 @@ def segmentation_average_precision(
         [1.0, 0.5]
     """
     _check_ranking(ranking)
-    counts, true = _parts(maps, gold, ignored)
+    used, true = _used_and_object(maps, gold, ignored)
     scores = (as_scores(maps, "maps") if ranking == "unscaled" else unit_range(maps)).flatten(1)
     if ranking == "classes":
-        both = [average_precision(scores, true, counts), average_precision(-scores, ~true, counts)]
-        return torch.stack(both).nanmean(0)
-    pairs = ((scores, 1 - scores), (true, ~true), (counts, counts))
+        by_class = [average_precision(scores, true, used), average_precision(-scores, ~true, used)]
+        return torch.stack(by_class).nanmean(0)
+    # one list with the scores of both classes
+    pairs = ((scores, 1 - scores), (true, ~true), (used, used))
     return average_precision(*(torch.cat(pair, 1) for pair in pairs))
 
 
@@ -176,7 +177,7 @@ class SegmentationScores:
     ) -> None:
         _check_ranking(ranking)
         self.threshold, self.ignored, self.ranking = threshold, ignored, ranking
-        self._sample = Sample(_scores)
+        self._sample = Sample(_scores_of_sums)
 
     def update(self, maps: Tensor, gold: Tensor) -> None:
         """Add a batch of images.
@@ -186,13 +187,13 @@ class SegmentationScores:
                 :func:`~captum_ssm.metrics.pixel_relevance`.
             gold: 1 for the object, 0 for background, (B, H, W).
         """
-        counts = _parts(maps, gold, self.ignored)[0].view(gold.shape)
-        given = foreground(maps, self.threshold).to(gold.device)
-        pixels = confusion(given, gold.long().where(counts, -1), 2, ignored=-1)
+        used = _used_and_object(maps, gold, self.ignored)[0].view(gold.shape)
+        predicted = foreground(maps, self.threshold).to(gold.device)
+        pixels = confusion(predicted, gold.long().where(used, -1), 2, ignored=-1)
         precision = segmentation_average_precision(maps, gold, self.ignored, self.ranking)
         precision = precision.to(pixels.device)
-        rows = [pixels.flatten(1).double(), precision[:, None], f1(pixels)[:, 1:]]
-        self._sample.update(torch.cat(rows, 1))
+        columns = [pixels.flatten(1).double(), precision[:, None], f1(pixels)[:, 1:]]
+        self._sample.update(torch.cat(columns, 1))
 
     def merge(self, other: SegmentationScores) -> None:
         """Add the images of another :class:`SegmentationScores` with the same options."""
@@ -217,14 +218,14 @@ class SegmentationScores:
         return self._sample.interval(confidence, resamples=resamples, seed=seed)
 
 
-def _scores(sums: Tensor, counts: Tensor) -> Tensor:
+def _scores_of_sums(sums: Tensor, counts: Tensor) -> Tensor:
     """Compute the four scores (..., 4) from sums (..., 6) of counts, average precision and F1."""
     pixels = sums[..., :4].reshape(*sums.shape[:-1], 2, 2)
     means = sums[..., 4:] / counts[..., 4:]
     return torch.cat([torch.stack([pixel_accuracy(pixels), mean_iou(pixels)], -1), means], -1)
 
 
-def _parts(maps: Tensor, gold: Tensor, ignored: int | None) -> tuple[Tensor, Tensor]:
+def _used_and_object(maps: Tensor, gold: Tensor, ignored: int | None) -> tuple[Tensor, Tensor]:
     """Return masks (B, N) of the pixels that are not ignored, and of the object's pixels."""
     if maps.shape != gold.shape or gold.dim() < 2:
         raise InputError(
@@ -232,10 +233,10 @@ def _parts(maps: Tensor, gold: Tensor, ignored: int | None) -> tuple[Tensor, Ten
             "per pixel, examples first; resize maps with pixel_relevance()."
         )
     flat = gold.flatten(1)
-    counts = torch.ones_like(flat, dtype=torch.bool) if ignored is None else flat != ignored
-    if not bool(((flat == 0) | (flat == 1) | ~counts).all()):
+    used = torch.ones_like(flat, dtype=torch.bool) if ignored is None else flat != ignored
+    if not bool(((flat == 0) | (flat == 1) | ~used).all()):
         raise InputError(
             f"gold has the labels {torch.unique(flat).tolist()[:9]}. Pass only 0, 1 and ignored="
             f"{ignored}."
         )
-    return counts, flat == 1
+    return used, flat == 1

@@ -24,7 +24,7 @@ from ..errors import InputError, OptionError
 from ..operators.kernels.arithmetic import where_double_is
 from .checks import as_fractions, as_mask, check_positive, masked_scores
 from .classes import Classifier, Perturbed, class_logits, class_targets, curves
-from .curve import TENTHS, WHOLE, Curve, change_order, changed
+from .curve import TENTHS, WHOLE, Curve, change_order, changed_at_shares
 from .tokens import Filling, fill_for, is_sequence, replace_tokens
 
 #: ``"mask"`` replaces a token with the fill, ``"delete"`` removes the token from the text.
@@ -112,26 +112,27 @@ class Texts:
         """
         if how not in MANNERS:
             raise OptionError(f"how={how!r}: pass one of {MANNERS}.")
-        kept = self.real[:, None] & ~altered if how == "delete" else self.real[:, None]
-        lengths = where_double_is(kept.sum(-1)).expand(altered.shape[:2])  # (B, F)
+        remaining = self.real[:, None] & ~altered if how == "delete" else self.real[:, None]
+        lengths = where_double_is(remaining.sum(-1)).expand(altered.shape[:2])  # (B, F)
         if int(lengths.min()) == 0:
             raise OptionError(
                 "fractions has a share that deletes every token of a text. Pass smaller shares, "
                 "tokens to keep in fixed=, or how='mask'."
             )
-        found: Tensor | None = None
-        for example, step in _alike(lengths, self.internal_batch_size):
+        all_logits: Tensor | None = None
+        for example, step in _groups_of_equal_length(lengths, self.internal_batch_size):
             rows = self.inputs[example]
             if how == "mask":
                 rows = replace_tokens(rows, altered[example, step], self.fill)
-            left = kept.expand_as(altered)[example, step]
-            texts = rows[left].view(len(rows), -1, *rows.shape[2:])
+            # the rows of a group have equal lengths, so their remaining tokens form a tensor
+            row_tokens = remaining.expand_as(altered)[example, step]
+            texts = rows[row_tokens].view(len(rows), -1, *rows.shape[2:])
             logits = class_logits(self.forward_func, texts).to(lengths.device)
-            if found is None:
-                found = logits.new_empty(*lengths.shape, logits.shape[-1])
-            found[example, step] = logits
-        assert found is not None  # there is at least one text
-        return found
+            if all_logits is None:
+                all_logits = logits.new_empty(*lengths.shape, logits.shape[-1])
+            all_logits[example, step] = logits
+        assert all_logits is not None  # there is at least one text
+        return all_logits
 
     def unchanged(self) -> Tensor:
         """Return the logits of the unchanged texts, (B, K)."""
@@ -181,9 +182,9 @@ def text_perturbation(
         [[1.0, 0.0]]
     """
     shares = as_fractions(fractions)
-    gone = _first(texts, relevance, shares, most_first, generator)
+    changed = _changed_tokens(texts, relevance, shares, most_first, generator)
     classes = class_targets(target, texts.unchanged())
-    return curves(texts.logits(gone, how), classes, shares)
+    return curves(texts.logits(changed, how), classes, shares)
 
 
 def text_activation(
@@ -217,9 +218,9 @@ def text_activation(
         [0.5, 0.73, 0.88]
     """
     shares = as_fractions(fractions)
-    hidden = texts.changeable[:, None] & ~_first(texts, relevance, shares, True, generator)
+    masked = texts.changeable[:, None] & ~_changed_tokens(texts, relevance, shares, True, generator)
     classes = class_targets(target, texts.unchanged())
-    return curves(texts.logits(hidden), classes, shares).probability
+    return curves(texts.logits(masked), classes, shares).probability
 
 
 def text_pruning(
@@ -253,12 +254,12 @@ def text_pruning(
         [[0.0, 2.0]]
     """
     shares = as_fractions(fractions)
-    gone = _first(texts, relevance, shares, False, generator)
-    change = texts.logits(gone, how).double() - texts.unchanged().double()[:, None]
-    return Curve(shares, change.square().mean(-1))
+    changed = _changed_tokens(texts, relevance, shares, False, generator)
+    difference = texts.logits(changed, how).double() - texts.unchanged().double()[:, None]
+    return Curve(shares, difference.square().mean(-1))
 
 
-def _first(
+def _changed_tokens(
     texts: Texts,
     relevance: Tensor,
     fractions: Tensor,
@@ -271,20 +272,20 @@ def _first(
         relevance.sum(-1) if isinstance(relevance, Tensor) and relevance.dim() == 3 else relevance
     )
     if not isinstance(scores, Tensor) or scores.shape != real.shape:
-        found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        actual = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise InputError(
-            f"relevance is {found}. Pass a tensor {tuple(real.shape)} with one number per token, "
+            f"relevance is {actual}. Pass a tensor {tuple(real.shape)} with one number per token, "
             "or one with features as a third dimension."
         )
     scores, _ = masked_scores(scores, real, "relevance")
     allowed = texts.changeable
     order = change_order(scores, most_first=most_first, mask=allowed, generator=generator)
-    return changed(order, fractions, allowed).to(real.device)
+    return changed_at_shares(order, fractions, allowed).to(real.device)
 
 
-def _alike(lengths: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _groups_of_equal_length(lengths: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield groups of at most ``size`` index pairs into ``lengths`` (B, F) with equal lengths."""
     for length in torch.unique(lengths):
-        for places in (lengths == length).nonzero().split(size):
-            example, step = places.unbind(-1)
+        for indices in (lengths == length).nonzero().split(size):
+            example, step = indices.unbind(-1)
             yield example, step

@@ -37,17 +37,17 @@ def fill_for(fill: Filling, inputs: Tensor) -> Tensor:
 
 def replace_tokens(rows: Tensor, chosen: Tensor, fill: Filling) -> Tensor:
     """Return ids (R, L) or embeddings (R, L, E) with the fill at the chosen tokens (R, L)."""
-    places = chosen if rows.dim() == 2 else chosen[..., None]
-    return torch.where(places, fill_for(fill, rows), rows)
+    mask = chosen if rows.dim() == 2 else chosen[..., None]
+    return torch.where(mask, fill_for(fill, rows), rows)
 
 
 def draw_tokens(allowed: Tensor, share: float, generator: torch.Generator) -> Tensor:
     """Return a random mask (R, L) of a share of each row's allowed tokens, at least one token."""
     check_share(share)
-    chance = torch.rand(allowed.shape, generator=generator).to(allowed.device)
-    place = chance.masked_fill(~allowed, 2).argsort(-1).argsort(-1)
+    random = torch.rand(allowed.shape, generator=generator).to(allowed.device)
+    rank = random.masked_fill(~allowed, 2).argsort(-1).argsort(-1)  # 2: after all allowed tokens
     count = (share * allowed.sum(-1)).round().clamp_min(1)
-    return (place < count[:, None]) & allowed
+    return (rank < count[:, None]) & allowed
 
 
 def check_share(share: float) -> None:
@@ -57,6 +57,7 @@ def check_share(share: float) -> None:
 
 
 def _check_id(fill: Any) -> None:
+    """Raise OptionError unless ``fill`` is an integer."""
     try:
         operator.index(fill)
     except (TypeError, ValueError):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from captum_ssm.metrics.classes import class_logits
-from captum_ssm.metrics.curve import WHOLE, Curve, change_order, changed
+from captum_ssm.metrics.curve import WHOLE, Curve, change_order, changed_at_shares
 
 from ..linked_texts import device_of
 from .questions import Question
@@ -131,7 +131,7 @@ class Answers:
         generator = torch.Generator().manual_seed(question.seed("ties"))
         movable = question.movable[None]
         order = change_order(relevance[None], most_first=True, mask=movable, generator=generator)
-        first = changed(order, shares, movable)[0]  # (F, U)
+        first = changed_at_shares(order, shares, movable)[0]  # (F, U)
         kept = torch.cat([first, ~first])
         references = question.references("curves", CURVE_REFERENCES)
         logits = self.logits(
