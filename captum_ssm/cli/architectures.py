@@ -34,26 +34,28 @@ def architectures_table(markdown: bool = False) -> str:
     from ..mixers import supported_architectures
 
     head = ("family", "package", "tested with", *_ABILITIES, "mixer class")
-    rows = [_row(each, markdown) for each in supported_architectures()]
+    rows = [_table_row(entry, markdown) for entry in supported_architectures()]
     if markdown:
         lines = [head, ("---",) * len(head), *rows]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head) - 1)]
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head) - 1)]
     return "\n".join(
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]])
         for row in (head, *rows)
     )
 
 
-def _row(each: Architecture, markdown: bool) -> tuple[str, ...]:
-    path = f"`{each.class_path}`" if markdown else each.class_path
-    if not each.tested_version:  # an adapter that the user registered
-        return (each.family, each.package, "", *("" for _ in _ABILITIES), path)
-    tested = f"{each.tested_version}, {'the mixer alone' if each.alone else 'whole models'}"
-    return (each.family, each.package, tested, *(_cell(each, x) for x in _ABILITIES), path)
+def _table_row(entry: Architecture, markdown: bool) -> tuple[str, ...]:
+    path = f"`{entry.class_path}`" if markdown else entry.class_path
+    if not entry.tested_version:  # an adapter that the user registered
+        return (entry.family, entry.package, "", *("" for _ in _ABILITIES), path)
+    tested = f"{entry.tested_version}, {'the mixer alone' if entry.alone else 'whole models'}"
+    abilities = (_ability_text(entry, ability) for ability in _ABILITIES)
+    return (entry.family, entry.package, tested, *abilities, path)
 
 
-def _cell(each: Architecture, ability: Ability) -> str:
-    if ability in each.lacks:
-        return f"no: {each.lacks[ability]}"
-    return "not known" if each.alone and ability == "generated text" else "yes"
+def _ability_text(entry: Architecture, ability: Ability) -> str:
+    """Return whether an architecture has an ability, and if not, the reason."""
+    if ability in entry.lacks:
+        return f"no: {entry.lacks[ability]}"
+    return "not known" if entry.alone and ability == "generated text" else "yes"

@@ -64,10 +64,11 @@ def run(options: argparse.Namespace) -> None:
     check_new((options.out / name for name in _PICTURES), options)
     make_folder(options.out)
     torch.set_num_threads(1)  # the model is so small that one thread is fastest
-    _explain(example, options.out)
+    _print_and_plot(example, options.out)
 
 
-def _explain(example: Example, out: Path) -> None:
+def _print_and_plot(example: Example, out: Path) -> None:
+    """Print the answer to one prompt and its relevance, and write two pictures to ``out``."""
     import torch
 
     from ..attr import ImplicitAttention
@@ -76,28 +77,28 @@ def _explain(example: Example, out: Path) -> None:
     from ..viz import plot_matrices, plot_text
 
     model, vocabulary = load_bundled()
-    fresh = generate(_SCORED, _SEED)
-    ids = _ids(example)
+    new_prompts = generate(_SCORED, _SEED)
+    ids = _token_ids(example)
     with torch.no_grad():
         chances = model(ids).logits[0, -1].softmax(-1)
     answer = int(chances.argmax())
     evidence = example.value_position
     print("A two-layer Mamba trained to recall who owns what (bundled, nothing is downloaded).")
-    print(f"It answers {accuracy(model, fresh):.0%} of {_SCORED} new prompts correctly.\n")
+    print(f"It answers {accuracy(model, new_prompts):.0%} of {_SCORED} new prompts correctly.\n")
     print(f"Prompt    {example.text}")
     print(f"Answer    {vocabulary.vocab[answer]}   (probability {float(chances[answer]):.3f})")
     print(f"Evidence  the word {example.words[evidence]!r} at position {evidence}\n")
 
     methods = _methods(model)
-    found = {method.name: method.relevance(ids, answer) for method in methods}
+    relevance = {method.name: method.relevance(ids, answer) for method in methods}
     for method in methods:
         print(f"{method.name}: {method.says}")
-        _print_strongest(example, found[method.name])
-        share = _share_found(method, fresh)
+        _print_strongest_words(example, relevance[method.name])
+        share = _share_with_evidence_first(method, new_prompts)
         print(f"  the evidence is its strongest word in {share:.0%} of the new prompts\n")
 
     layers = ImplicitAttention(model).matrices(ids)
-    text, _ = plot_text(example.words, found, marked=[evidence], title=_TEXT_TITLE)
+    text, _ = plot_text(example.words, relevance, marked=[evidence], title=_TEXT_TITLE)
     grid, _ = plot_matrices(layers, example.words, title=_GRID_TITLE, absolute=True)
     for figure, name in zip((text, grid), _PICTURES, strict=True):
         with replacing(out / name) as file:
@@ -123,22 +124,23 @@ def _methods(model: nn.Module) -> list[_Method]:
     ]
 
 
-def _share_found(method: _Method, examples: Sequence[Example]) -> float:
+def _share_with_evidence_first(method: _Method, examples: Sequence[Example]) -> float:
+    """Return the share of examples whose most relevant word is the evidence for the answer."""
     hits = 0
     for example in examples:
-        relevance = method.relevance(_ids(example), example.answer_id)
+        relevance = method.relevance(_token_ids(example), example.answer_id)
         hits += int(relevance.abs().argmax()) == example.value_position
     return hits / len(examples)
 
 
-def _ids(example: Example) -> Tensor:
+def _token_ids(example: Example) -> Tensor:
     """Return the token ids of a prompt, (1, L)."""
     import torch
 
     return torch.tensor([example.tokens])
 
 
-def _print_strongest(example: Example, relevance: Tensor, count: int = 5) -> None:
+def _print_strongest_words(example: Example, relevance: Tensor, count: int = 5) -> None:
     """Print the words with the largest absolute relevance, each with a bar of + or - signs."""
     strength = relevance.abs()
     longest = float(strength.max().clamp_min(1e-30))

@@ -44,15 +44,15 @@ def run(options: argparse.Namespace) -> None:
     fits = () if options.gpu is None else (f"fits {options.gpu:g} GiB",)
     row = "{:<10} {:<18}" + " {:>12}" * (3 + len(fits))
     print(row.format("rule", "option", "weights", "activations", "GiB in all", *fits))
-    ways: list[dict[str, Any]] = [{}, {"recompute": True}]
+    option_sets: list[dict[str, Any]] = [{}, {"recompute": True}]
     if options.chunk_tokens is not None:
-        ways.append({"chunk_tokens": options.chunk_tokens})
+        option_sets.append({"chunk_tokens": options.chunk_tokens})
     for rule in ("balanced", "frozen"):
-        for way in ways:
-            found = estimate_memory(config, options.tokens, rule=rule, **way)
-            sizes = found.weights, found.activations, found.weights + found.activations
-            last = () if options.gpu is None else ("yes" if found.fits(options.gpu) else "no",)
+        for chosen in option_sets:
+            memory = estimate_memory(config, options.tokens, rule=rule, **chosen)
+            sizes = memory.weights, memory.activations, memory.weights + memory.activations
+            fits_it = () if options.gpu is None else ("yes" if memory.fits(options.gpu) else "no",)
             numbers = (f"{size / _GIB:.2f}" for size in sizes)
-            named = ", ".join(f"{name}={value}" for name, value in way.items()) or "none"
-            print(row.format(rule, named, *numbers, *last), flush=True)
+            shown = ", ".join(f"{name}={value}" for name, value in chosen.items()) or "none"
+            print(row.format(rule, shown, *numbers, *fits_it), flush=True)
     print("For one example with PyTorch's own functions. Other kernels use different memory.")

@@ -158,12 +158,12 @@ def add_source_to(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def loaded_by(options: argparse.Namespace) -> Loaded:
+def load_model(options: argparse.Namespace) -> Loaded:
     """Load the model that the arguments name, with its tokenizer or image processor."""
     from ..explain.loading import Source, load
 
     source = Source(options.model, options.tokenizer, options.hub, options.trust_remote_code)
-    return load(source).on(options.device, options.dtype)
+    return load(source).move_to(options.device, options.dtype)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -174,33 +174,34 @@ def run(options: argparse.Namespace) -> None:
     """
     from ..attr.call.targets import CONTRASTS
     from ..attr.catalogue import QUESTIONS
-    from ..explain.methods import against, method_classes, under_rules, with_option
-    from ..explain.pixels import over_pixels
+    from ..explain.methods import add_option, method_classes, methods_and_options, name_contrasts
+    from ..explain.pixels import explained_function
     from ..explain.typed_target import read_target
     from ..viz.html.example import find_subject, read_examples
     from ..viz.html.report import explain_all
     from ..viz.html.writing import check_format, is_page, json_of, write
     from .method_options import set_options
 
-    if _is_answer(options):
-        _run_on_answers(options)
+    if _explains_answers(options):
+        _explain_answers(options)
         return
     options.out = options.out or Path("report.html")
-    printed = str(options.out) == "-"
-    if not printed:
+    to_stdout = str(options.out) == "-"
+    if not to_stdout:
         check_format(options.out)
     _check_maps(options, is_page(options.out))
     rules = options.rule if options.method or options.rule else tuple(QUESTIONS)
-    methods, their_options = under_rules(method_classes(options.method), rules, options.baselines)
-    check_new(_files(options, methods, their_options), options)
+    classes = method_classes(options.method)
+    methods, their_options = methods_and_options(classes, rules, options.baselines)
+    check_new(_output_files(options, methods, their_options), options)
     make_folder(options.out.parent)
-    loaded = loaded_by(options)
+    loaded = load_model(options)
     labels = loaded.labels
     if options.labels is not None:
-        labels = _read("--labels", options.labels).splitlines()
-    inputs = _inputs(loaded, options)
-    asked = over_pixels(loaded, inputs, options.target_mask, options.target_pixel)
-    subject = find_subject(asked, loaded.model, None, loaded.tokenizer, labels)
+        labels = _read_text("--labels", options.labels).splitlines()
+    inputs = _read_inputs(loaded, options)
+    explained = explained_function(loaded, inputs, options.target_mask, options.target_pixel)
+    subject = find_subject(explained, loaded.model, None, loaded.tokenizer, labels)
     target = None
     if options.target is not None:
         target = read_target(subject, options.target, language=loaded.is_language)
@@ -209,13 +210,13 @@ def run(options: argparse.Namespace) -> None:
         if contrast not in CONTRASTS:
             language = loaded.is_language
             contrast = read_target(subject, contrast, language=language, option="--contrast")
-        with_option(methods, their_options, "contrast", contrast, "--contrast")
-        methods, their_options = against(methods, their_options, options.contrast)
+        add_option(methods, their_options, "contrast", contrast, "--contrast")
+        methods, their_options = name_contrasts(methods, their_options, options.contrast)
     examples = read_examples(subject, inputs, target, None, None)
     typed, inputs_of_one = options.option or (), examples[0].inputs
     set_options(methods, their_options, typed, loaded.model, inputs_of_one)
     maps = ["attention"] if options.maps is None else options.maps
-    found = explain_all(
+    explanations = explain_all(
         subject,
         examples,
         methods,
@@ -228,12 +229,12 @@ def run(options: argparse.Namespace) -> None:
         show_progress=not options.quiet and sys.stderr.isatty(),
     )
     name = _name_of(options.model)
-    if printed:
-        print(json_of(found, name), end="")
+    if to_stdout:
+        print(json_of(explanations, name), end="")
         return
-    _tell(found)
+    _print_summary(explanations)
     title = name if options.title is None else options.title
-    for path in write(subject, examples, found, name, title, options.out):
+    for path in write(subject, examples, explanations, name, title, options.out):
         print(f"wrote {path}")
 
 
@@ -242,7 +243,7 @@ def _name_of(model: str) -> str:
     return Path(model).resolve().name if Path(model).exists() else model
 
 
-def _files(
+def _output_files(
     options: argparse.Namespace, methods: Mapping[str, Any], their_options: Mapping[str, Any]
 ) -> list[Path]:
     """Return the files to write; pictures of texts have a second file for methods with roles."""
@@ -251,26 +252,27 @@ def _files(
 
     if options.out.suffix.lower() not in PICTURES:
         return [options.out]
-    telling = [
+    with_roles = [
         name
         for name, method in methods.items()
         if not options.image and tells_roles(method, their_options.get(name, {}))
     ]
     count = len(options.text or options.file or options.image)
-    return picture_files(options.out, count, len(telling))
+    return picture_files(options.out, count, len(with_roles))
 
 
-def _is_answer(options: argparse.Namespace) -> bool:
+def _explains_answers(options: argparse.Namespace) -> bool:
     """Return True if options request explanations of a generated or given answer's spans."""
     names = ("generate", "answer", "spans", "prompt_spans", "hops")
     return any(getattr(options, name) is not None for name in names)
 
 
-def _run_on_answers(options: argparse.Namespace) -> None:
+def _explain_answers(options: argparse.Namespace) -> None:
+    """Explain the spans of generated or given answers, print their sources, and write files."""
     from ..attr import SSMLLMAttribution
     from ..attr.catalogue import holds_identity
     from ..explain.answers import FORMATS, answer_lines, write_answers
-    from ..explain.methods import method_classes, under_rules
+    from ..explain.methods import method_classes, methods_and_options
     from ..viz.html.generated import about_answers, explain_answers
     from ..viz.html.writing import PICTURES, check_format, picture_files
 
@@ -285,7 +287,7 @@ def _run_on_answers(options: argparse.Namespace) -> None:
             "least 1 to --generate, or only --answer."
         )
     methods = method_classes(options.method)
-    named, their_options = under_rules(methods, options.rule, options.baselines)
+    named, their_options = methods_and_options(methods, options.rule, options.baselines)
     if len(named) > 1:
         raise OptionError(
             f"--method and --rule name {', '.join(named)}, but answers are explained with one "
@@ -301,71 +303,71 @@ def _run_on_answers(options: argparse.Namespace) -> None:
         raise OptionError(
             f"--title is only for pages, and {out} is not a .html file. Leave --title out."
         )
-    whole, contrast = ("word", "mean") if is_page else ("sentence", "all")
-    adds_up = hasattr(method, "answer_in_turn")
+    default_spans, contrast = ("word", "mean") if is_page else ("sentence", "all")
+    accepts_contrast = hasattr(method, "answer_in_turn")
     make_folder(out.parent)
-    loaded = loaded_by(options)
-    texts = _inputs(loaded, options)
+    loaded = load_model(options)
+    texts = _read_inputs(loaded, options)
     assert isinstance(texts, list)
     if not loaded.is_language or loaded.tokenizer is None:
         raise OptionError(
             f"--generate, --answer and --spans need a language model, and {options.model} is "
             "none. Leave them out."
         )
-    found = explain_answers(
+    results = explain_answers(
         SSMLLMAttribution(method(loaded.model), loaded.tokenizer),
         texts,
         answer=options.answer,
         generate=options.generate,
-        spans=options.spans or whole,
-        prompt_spans=options.prompt_spans or whole,
+        spans=options.spans or default_spans,
+        prompt_spans=options.prompt_spans or default_spans,
         hops=options.hops or 0,
         contrast=contrast,
         options=their_options.get(name),
         show_progress=not options.quiet and sys.stderr.isatty(),
     )
-    print_any_letters()
-    for result in found if not is_page else ():
+    escape_unprintable()
+    for result in results if not is_page else ():
         print(f"Sources of the answer, by {name}:")
         print(answer_lines(result))
     identity = holds_identity(method)
-    page = {
+    page_options = {
         "title": options.title,
         "about": about_answers(
-            _name_of(options.model), name, contrast if adds_up else None, identity
+            _name_of(options.model), name, contrast if accepts_contrast else None, identity
         ),
         "identity": identity,
     }
-    for path in write_answers(found, _name_of(options.model), out, **page):
+    for path in write_answers(results, _name_of(options.model), out, **page_options):
         print(f"wrote {path}")
 
 
-def _tell(found: list[Explanation]) -> None:
+def _print_summary(explanations: list[Explanation]) -> None:
     """Print the explained output, and the most relevant tokens by each method."""
     from ..viz.html.writing import largest
 
-    print_any_letters()
-    for explanation in found:
+    escape_unprintable()
+    for explanation in explanations:
         print(f"Explained: {explanation.facts['explained']}. Most relevant tokens:")
         for method in explanation.facts["methods"]:
             print(largest(explanation.facts, method))
 
 
-def print_any_letters() -> None:
+def escape_unprintable() -> None:
     """Print letters that the terminal's encoding lacks as escapes, instead of an error."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _inputs(loaded: Loaded, options: argparse.Namespace) -> Tensor | list[str]:
+def _read_inputs(loaded: Loaded, options: argparse.Namespace) -> Tensor | list[str]:
     """Return the texts, or a tensor of the images (B, C, H, W), that the options name."""
     if options.image:
         if loaded.prepare is None:
             raise OptionError(f"--image: {options.model} reads texts. Use --text or --file.")
-        return loaded.prepared(options.image)
+        return loaded.read_images(options.image)
     if loaded.tokenizer is None:
         raise OptionError(f"--text and --file: {options.model} reads images. Use --image.")
-    return options.text or [_read("--file", file) for file in options.file]
+    return options.text or [_read_text("--file", file) for file in options.file]
 
 
 def _check_maps(options: argparse.Namespace, is_page: bool) -> None:
@@ -378,7 +380,7 @@ def _check_maps(options: argparse.Namespace, is_page: bool) -> None:
             )
 
 
-def _read(option: str, file: Path) -> str:
+def _read_text(option: str, file: Path) -> str:
     """Read the UTF-8 text file that an option names."""
     try:
         return file.read_text("utf-8")

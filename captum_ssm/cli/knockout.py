@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OptionError
-from .explain import add_source_to, loaded_by, print_any_letters
+from .explain import add_source_to, escape_unprintable, load_model
 
 if TYPE_CHECKING:
     from ..edges import Edge, EdgeEffects, Edges
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> None:
             )
     if options.top < 1:
         raise OptionError(f"--top {options.top}: pass a number of at least 1.")
-    loaded = loaded_by(options)
+    loaded = load_model(options)
     from ..edges import EdgeEffects
     from ..explain.typed_target import read_target
     from ..viz.html.example import find_subject
@@ -125,44 +125,44 @@ def run(options: argparse.Namespace) -> None:
     target = None
     if options.target is not None:
         target = read_target(subject, options.target, language=loaded.is_language)
-    example = _read(loaded, subject, options.text, target)
-    known = outline(subject, example)
+    example = _read_example(loaded, subject, options.text, target)
+    outlined = outline(subject, example)
     method = EdgeEffects(loaded.model)
     if example.is_image:
-        example = replace(example, names=patch_names(known))
+        example = replace(example, names=patch_names(outlined))
     names = list(example.names or ())
-    facts = {"model": options.model, "explained": known.explained, "tokens": names}
+    facts = {"model": options.model, "explained": outlined.explained, "tokens": names}
     if named:
-        cut = _cut(options, loaded, subject, example, known, method)
-        told, facts = _said_of_cut(cut), facts | _facts_of_cut(cut)
+        cut = _cut_edges(options, loaded, subject, example, outlined, method)
+        lines, facts = _cut_lines(cut), facts | _facts_of_cut(cut)
     else:
-        layers = None if options.layers is None else _layers(options.layers)
-        found = _strongest(method, example.inputs, known.target, options.top, layers)
-        told = _said_of_edges(found, names, known)
-        facts |= {"edges": [edge._asdict() | {"true": true} for edge, true in found]}
-    print_any_letters()
+        layers = None if options.layers is None else _parse_layers(options.layers)
+        edges = _strongest_edges(method, example.inputs, outlined.target, options.top, layers)
+        lines = _edge_lines(edges, names, outlined)
+        facts |= {"edges": [edge._asdict() | {"true": true} for edge, true in edges]}
+    escape_unprintable()
     if options.json:
         print(json.dumps(facts, indent=1, allow_nan=False))
     else:
-        print(f"Explained: {known.explained}.")
-        print("\n".join(told))
+        print(f"Explained: {outlined.explained}.")
+        print("\n".join(lines))
 
 
-def _read(loaded: Loaded, subject: Subject, given: str, target: Any = None) -> ShownExample:
-    """Read the text ``given``, or the image in the file ``given``, as an example."""
+def _read_example(loaded: Loaded, subject: Subject, typed: str, target: Any = None) -> ShownExample:
+    """Read a text, or the image in a file, as an example; the model decides which."""
     from ..viz.html.example import read_examples
 
-    inputs: Any = given if loaded.tokenizer is not None else loaded.prepared([Path(given)])
+    inputs: Any = typed if loaded.tokenizer is not None else loaded.read_images([Path(typed)])
     (example,) = read_examples(subject, inputs, target, None, None)
     return example
 
 
-def _cut(
+def _cut_edges(
     options: argparse.Namespace,
     loaded: Loaded,
     subject: Subject,
     example: ShownExample,
-    known: Outline,
+    outlined: Outline,
     method: EdgeEffects,
 ) -> Cut:
     from ..explain.knockout import cut_edges
@@ -171,23 +171,24 @@ def _cut(
     return cut_edges(
         method,
         example.inputs,
-        known.target,
-        _edges(options, example),
+        outlined.target,
+        _named_edges(options, example),
         lambda index, output: label_of(subject, index, output),
         replace=_replacement(options.replace, loaded, subject, example),
     )
 
 
-def _edges(options: argparse.Namespace, example: ShownExample) -> Edges:
+def _named_edges(options: argparse.Namespace, example: ShownExample) -> Edges:
+    """Return the messages that the options --layers, --from, --to and so on select."""
     from ..edges import Edges
     from ..explain.knockout import read_tokens
 
-    def tokens(option: str, given: list[str] | None) -> Any:
+    def tokens(option: str, items: list[str] | None) -> Any:
         names = example.names or []
-        return None if given is None else read_tokens(option, given, names, options.text)
+        return None if items is None else read_tokens(option, items, names, options.text)
 
     return Edges(
-        None if options.layers is None else _layers(options.layers),
+        None if options.layers is None else _parse_layers(options.layers),
         tokens("--from", options.sources),
         tokens("--to", options.targets),
         heads=options.heads,
@@ -196,21 +197,21 @@ def _edges(options: argparse.Namespace, example: ShownExample) -> Edges:
     )
 
 
-def _layers(given: list[str]) -> Any:
+def _parse_layers(items: list[str]) -> Any:
     """Convert indices and names of layers on the command line to a value of ``Edges.layers``."""
-    found = [int(one) if _NUMBER.fullmatch(one) else one for one in given]
-    return found[0] if len(found) == 1 else found
+    layers = [int(item) if _NUMBER.fullmatch(item) else item for item in items]
+    return layers[0] if len(layers) == 1 else layers
 
 
-def _replacement(given: str | None, loaded: Loaded, subject: Subject, example: ShownExample) -> Any:
-    """Return the argument ``replace`` of :func:`captum_ssm.knock_out`."""
-    if given is None or given == "mean":
-        return given
-    other = _read(loaded, subject, given)
+def _replacement(typed: str | None, loaded: Loaded, subject: Subject, example: ShownExample) -> Any:
+    """Return the argument ``replace`` of :func:`captum_ssm.knock_out`: the inputs of ``typed``."""
+    if typed is None or typed == "mean":
+        return typed
+    other = _read_example(loaded, subject, typed)
     counts = [each.inputs.shape[1] for each in (other, example)]
     if counts[0] != counts[1]:
         raise OptionError(
-            f"--replace {given!r} has {counts[0]} tokens ({', '.join(other.names or ())}), but the "
+            f"--replace {typed!r} has {counts[0]} tokens ({', '.join(other.names or ())}), but the "
             f"text has {counts[1]} ({', '.join(example.names or ())}). Pass a text with "
             f"{counts[1]} tokens."
         )
@@ -227,9 +228,10 @@ def _facts_of_cut(cut: Cut) -> dict[str, Any]:
     }
 
 
-def _said_of_cut(cut: Cut) -> list[str]:
-    rows = [(_word(a.label), f"{a.before:.4f}", f"{a.without:.4f}") for a in cut.answers]
-    lines = _table(("probability of", "before", "after"), rows) if rows else []
+def _cut_lines(cut: Cut) -> list[str]:
+    """Return the lines to print for a cut: probabilities, and the change of the logit."""
+    rows = [(_spelled(a.label), f"{a.before:.4f}", f"{a.without:.4f}") for a in cut.answers]
+    lines = _table_lines(("probability of", "before", "after"), rows) if rows else []
     effect = f"The logit changes by {-cut.true:+.4g}"
     if not cut.answers:
         effect = (
@@ -240,7 +242,7 @@ def _said_of_cut(cut: Cut) -> list[str]:
     return [*lines, f"{effect}; the estimate was {-cut.estimated:+.4g}."]
 
 
-def _strongest(
+def _strongest_edges(
     method: EdgeEffects, inputs: Any, target: Any, count: int, layers: Any
 ) -> list[tuple[Edge, float]]:
     """Return the edges with the largest estimated effects, and the effects of cutting each one."""
@@ -254,47 +256,47 @@ def _strongest(
     return list(zip(edges, true.tolist(), strict=True))
 
 
-def _said_of_edges(found: list[tuple[Edge, float]], names: Any, known: Outline) -> list[str]:
-    if not found:
+def _edge_lines(edges: list[tuple[Edge, float]], names: Any, outlined: Outline) -> list[str]:
+    if not edges:
         return ["No message has an effect on the output."]
     chances = [
-        f"{_word(answer.label)} {answer.probability:.4f}" for answer in known.predictions[:3]
+        f"{_spelled(answer.label)} {answer.probability:.4f}" for answer in outlined.predictions[:3]
     ]
     rows = [
         (
             str(edge.layer),
-            f"{_word(names[edge.source])} ({edge.source})",
-            f"{_word(names[edge.target])} ({edge.target})",
+            f"{_spelled(names[edge.source])} ({edge.source})",
+            f"{_spelled(names[edge.target])} ({edge.target})",
             f"{'≈' * edge.first_order}{edge.effect:+.4g}",
             f"{true:+.4g}",
         )
-        for edge, true in found
+        for edge, true in edges
     ]
     return [
         *([f"Probabilities: {', '.join(chances)}."] if chances else []),
         "The output falls by these numbers when each of the strongest messages is cut:",
-        *_table(("layer", "from", "to", "estimated", "measured"), rows),
-        *([_FIRST_ORDER] if any(edge.first_order for edge, _ in found) else []),
+        *_table_lines(("layer", "from", "to", "estimated", "measured"), rows),
+        *([_FIRST_ORDER] if any(edge.first_order for edge, _ in edges) else []),
     ]
 
 
-def _word(name: str) -> str:
+def _spelled(name: str) -> str:
     """Return a token as it is printed within a line: without surrounding spaces."""
     from ..viz.labels import spelled
 
     return spelled(name).strip()
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
+def _table_lines(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Return the lines of a table with words in the first column and values in the others."""
     columns = list(zip(head, *rows, strict=True))
-    wide = [max(map(len, column)) for column in columns]
-    words = [not _is_number(column[1]) for column in columns]
+    widths = [max(map(len, column)) for column in columns]
+    is_left = [not _is_number(column[1]) for column in columns]
     return [
         "  "
         + "  ".join(
             cell.ljust(size) if left else cell.rjust(size)
-            for cell, size, left in zip(row, wide, words, strict=True)
+            for cell, size, left in zip(row, widths, is_left, strict=True)
         ).rstrip()
         for row in (head, *rows)
     ]

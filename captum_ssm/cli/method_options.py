@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def set_options(
     methods: Mapping[str, type[Attribution]],
     options: dict[str, dict[str, Any]],
-    given: Sequence[str],
+    typed: Sequence[str],
     model: nn.Module,
     inputs: Tensor,
 ) -> None:
@@ -25,7 +25,7 @@ def set_options(
     Args:
         methods: the methods by name.
         options: the options of each method, by name; changed in place.
-        given: options as typed, such as ``"n_steps=50"``.
+        typed: options as typed, such as ``"n_steps=50"``.
         model: the explained model.
         inputs: the inputs of one example.
 
@@ -43,15 +43,15 @@ def set_options(
         {'path': {'n_steps': 50}}
     """
     from ..attr.engine.method import SSMAttribution
-    from ..explain.methods import with_option
+    from ..explain.methods import add_option
     from ..insights.applicability import obstacle
     from ..insights.methods import DEFAULTS_FROM_INPUTS, parameters_of
 
-    for each in given:
-        name, equals, text = each.partition("=")
+    for option in typed:
+        name, equals, text = option.partition("=")
         if not equals or not name:
-            raise OptionError(f"--option {each}: write NAME=VALUE, such as n_steps=50.")
-        with_option(methods, options, name, _read(text), f"--option {each}")
+            raise OptionError(f"--option {option}: write NAME=VALUE, such as n_steps=50.")
+        add_option(methods, options, name, _parse_value(text), f"--option {option}")
         for key, method in methods.items():
             kind = parameters_of(method.get_name()).params.get(name)
             if kind is not None:
@@ -66,7 +66,7 @@ def set_options(
             options[key] = suggest((inputs,)) | options.get(key, {})
 
 
-def _read(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     """Return the value of a typed number, true, false or null; any other text unchanged."""
     try:
         return json.loads(text)

@@ -15,8 +15,8 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--markdown", action="store_true", help="print a markdown table")
     parser.set_defaults(run=run)
-    lists = "list the models that ship with the package"
-    commands.add_parser("models", help=lists, description=f"{lists.capitalize()}.").set_defaults(
+    about = "list the models that ship with the package"
+    commands.add_parser("models", help=about, description=f"{about.capitalize()}.").set_defaults(
         run=list_models
     )
 
@@ -27,7 +27,7 @@ def list_models(_: argparse.Namespace) -> None:
 
     for name in BUNDLED:
         model, words = load_bundled(name)
-        size = sum(each.numel() for each in model.parameters())
+        size = sum(parameter.numel() for parameter in model.parameters())
         print(f"{name}  {type(model).__name__}, {size:,} parameters, {len(words)} words")
 
 

@@ -34,20 +34,21 @@ def run_program(
     parser.add_argument(
         "--debug", action="store_true", help="show tracebacks and messages of libraries"
     )
-    parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in commands:
-        command.add_to(parsers)
+        command.add_to(subparsers)
     try:
         try:
-            return _run(parser.prog, parser.parse_args(arguments))
+            return _run_command(parser.prog, parser.parse_args(arguments))
         finally:
             sys.stdout.flush()  # here, so that a closed pipe is caught
-    except BrokenPipeError:
+    except BrokenPipeError:  # a second flush, when Python exits, must not fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NOT_READ
 
 
-def _run(program: str, options: argparse.Namespace) -> int:
+def _run_command(program: str, options: argparse.Namespace) -> int:
+    """Run the chosen subcommand; print errors, unless ``--debug`` is set; return the exit code."""
     try:
         with nullcontext() if options.debug else quiet_libraries():
             options.run(options)
@@ -58,7 +59,7 @@ def _run(program: str, options: argparse.Namespace) -> int:
             raise
         kind = type(error).__name__
         hint = "" if isinstance(error, _EXPECTED) else _UNEXPECTED.format(kind, program)
-        print(f"{program}: {error}{hint}{_misfit(error)}", file=sys.stderr)
+        print(f"{program}: {error}{hint}{_torchvision_advice(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)
@@ -66,7 +67,7 @@ def _run(program: str, options: argparse.Namespace) -> int:
     return 0
 
 
-def _misfit(error: BaseException | None) -> str:
+def _torchvision_advice(error: BaseException | None) -> str:
     """Return advice if a torchvision that does not fit torch caused the error, else ``""``."""
     while error is not None:
         if "torchvision::" in str(error):

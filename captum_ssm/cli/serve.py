@@ -54,28 +54,28 @@ def visualizer_of(options: argparse.Namespace) -> AttributionVisualizer:
 
     names = None if options.labels is None else options.labels.read_text("utf-8").splitlines()
     loaded = [
-        load(Source(model, options.tokenizer)).on(options.device, "float32")
+        load(Source(model, options.tokenizer)).move_to(options.device, "float32")
         for model in options.models
     ]
     _check_kinds(loaded, options)
     classes = common_classes(options.models, loaded, names)
-    made: TextFiles | Images
+    dataset: TextFiles | Images
     if options.texts:
-        made = TextFiles(options.texts, loaded, classes)
+        dataset = TextFiles(options.texts, loaded, classes)
     else:
-        made = Images(options.images, loaded, classes)
+        dataset = Images(options.images, loaded, classes)
     return AttributionVisualizer(
-        [each.model for each in loaded],
+        [entry.model for entry in loaded],
         classes,
-        made.feature,
-        made,
+        dataset.feature,
+        dataset,
         score_func=lambda output: output.float().softmax(-1),
     )
 
 
 def _check_kinds(loaded: list[Loaded], options: argparse.Namespace) -> None:
-    for name, each in zip(options.models, loaded, strict=True):
-        if options.texts and each.tokenizer is None:
+    for name, entry in zip(options.models, loaded, strict=True):
+        if options.texts and entry.tokenizer is None:
             raise OptionError(f"--texts: {name} reads images. Use --images.")
-        if options.images and each.prepare is None:
+        if options.images and entry.prepare is None:
             raise OptionError(f"--images: {name} reads texts. Use --texts.")

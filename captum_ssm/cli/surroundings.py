@@ -20,7 +20,7 @@ _QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Hide warnings and progress bars of other packages, but not of this package."""
-    before = dict(os.environ)
+    old_environment = dict(os.environ)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -32,7 +32,7 @@ def quiet_libraries() -> Iterator[None]:
         try:
             yield
         finally:
-            for name in _QUIET.keys() - before.keys():
+            for name in _QUIET.keys() - old_environment.keys():
                 del os.environ[name]
 
 

@@ -91,7 +91,7 @@ def estimate_memory(
     dtype = getattr(config, "dtype", None) or torch.float32
     full_run = _Run(tokens, min(tokens, chunk_tokens or tokens))
     chunk_sizes = [x for name, x in vars(config).items() if name.endswith("chunk_size") and x]
-    runs = full_run.short(max([_STEP, *chunk_sizes]), is_eager)
+    runs = full_run.shorter_runs(max([_STEP, *chunk_sizes]), is_eager)
     with (
         patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", 8),  # values of a target are kept
         fake_tensor.FakeTensorMode(allow_non_fake_inputs=True),
@@ -99,8 +99,9 @@ def estimate_memory(
     ):
         # class names, because other packages replace the entries of transformers' Auto classes
         names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        model_class = getattr(transformers, names.get(config.model_type, ""), None)
-        build = transformers.AutoModelForCausalLM.from_config if model_class is None else model_class._from_config
+        # a class of transformers, or None for a class of a different package
+        kind = getattr(transformers, names.get(config.model_type, ""), None)
+        build = transformers.AutoModelForCausalLM.from_config if kind is None else kind._from_config
         model = build(config, dtype=dtype).eval()
         model.requires_grad_(False)
         in_chunks = chunk_tokens is not None
@@ -111,13 +112,13 @@ def estimate_memory(
             explain = LatimFlow(
                 forward_func, model, rule=rule, recompute=recompute, chunk_tokens=chunk
             )
-            peaks.append(_peak(explain, model, run.tokens))
-        group = {id(x): x for x in (*model.parameters(), *model.buffers())}.values()
-        weights = sum(x.numel() * x.element_size() for x in group)
-    # how equal terms share their memory does not change the result
+            peaks.append(_peak_bytes(explain, model, run.tokens))
+        tensors = {id(x): x for x in (*model.parameters(), *model.buffers())}.values()
+        weights = sum(x.numel() * x.element_size() for x in tensors)
     rows, row = ([run.terms(is_eager) for run in group] for group in (runs, [full_run]))
-    coefficients = torch.linalg.pinv(_matrix(rows), rtol=1e-9) @ _matrix([[peak] for peak in peaks])
-    return Estimate(weights, int(_matrix(row) @ coefficients))
+    # bytes per term; the pseudoinverse divides them among equal terms, without effect on the result
+    shares = torch.linalg.pinv(_as_matrix(rows), rtol=1e-9) @ _as_matrix([[peak] for peak in peaks])
+    return Estimate(weights, int(_as_matrix(row) @ shares))
 
 
 @dataclass(frozen=True)
@@ -127,20 +128,20 @@ class _Run:
     tokens: int
     chunk: int
 
-    def short(self, step: int, is_eager: bool) -> list[_Run]:
-        """Return runs of a few times ``step`` tokens, from which this run's memory follows."""
+    def shorter_runs(self, step: int, is_eager: bool) -> list[_Run]:
+        """Return runs of a few times ``step`` tokens, at least one for each of this run's terms."""
         if self.tokens <= 2 * step:
             return [self]
         if self.tokens <= self.chunk:
-            counts = [max(step, 2 * _STEP) * n for n in (1, 2, 3)[: 2 + is_eager]]
-            return [_Run(count, count) for count in counts]
+            lengths = [max(step, 2 * _STEP) * n for n in (1, 2, 3)[: 2 + is_eager]]
+            return [_Run(length, length) for length in lengths]
         if self.chunk <= 2 * step:
             return [_Run(self.chunk * n, self.chunk) for n in (3, 4)]
         sizes = (3, 1), (4, 1), (6, 2), (8, 2), (9, 3)  # with chunks between the first and last
         return [_Run(step * n, step * m) for n, m in sizes[: 4 + is_eager]]
 
     def terms(self, is_eager: bool) -> list[float]:
-        """Return the numbers to which the parts of the memory are proportional."""
+        """Return the numbers to which the parts of the memory are proportional, constant first."""
         chunks = -(-self.tokens // self.chunk)
         tokens = self.tokens / _STEP  # of the size of the other terms
         size = tokens / chunks
@@ -149,21 +150,22 @@ class _Run:
 
 
 def _last_logits(model: nn.Module, embeddings: Tensor) -> Tensor:
+    """Return the logits of the last token only: those of all tokens would need more memory."""
     logits: Tensor = model(inputs_embeds=embeddings, logits_to_keep=1).logits
     return logits
 
 
-def _matrix(rows: Sequence[Sequence[float]]) -> Tensor:
+def _as_matrix(rows: Sequence[Sequence[float]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def _peak(explain: LatimFlow, model: nn.Module, tokens: int) -> int:
+def _peak_bytes(explain: LatimFlow, model: nn.Module, tokens: int) -> int:
     """Return the largest number of bytes that a call with ``tokens`` tokens adds to the weights."""
     width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
     inputs = torch.zeros(1, tokens, width, dtype=next(model.parameters()).dtype)
-    held = _LiveUnread()
+    memory = _LiveFakes()
     try:
-        with held:
+        with memory:
             explain.attribute(inputs, target=(-1, 0), verify=False)
     except CaptumSSMError:
         raise
@@ -172,7 +174,7 @@ def _peak(explain: LatimFlow, model: nn.Module, tokens: int) -> int:
             f"The memory of {type(model).__name__} cannot be estimated, because the code depends "
             f"on values of activations: {error} Measure a call with a few tokens instead."
         ) from error
-    return held.peak
+    return memory.peak
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -184,29 +186,29 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = self._now = 0
+        self.peak = self._live_bytes = 0
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = tree_leaves((args, kwargs))
-        known = {x.untyped_storage()._cdata for x in given if isinstance(x, Tensor)}
+        arguments = tree_leaves((args, kwargs))
+        input_storages = {x.untyped_storage()._cdata for x in arguments if isinstance(x, Tensor)}
         out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
             storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
-            if storage is None or storage._cdata in known or storage._cdata in self._sizes:
+            if storage is None or storage._cdata in input_storages or storage._cdata in self._sizes:
                 continue
             self._sizes[storage._cdata] = storage.nbytes()
-            self._now += storage.nbytes()
-            weakref.finalize(storage, self._gone, storage._cdata)
-        self.peak = max(self.peak, self._now)
+            self._live_bytes += storage.nbytes()
+            weakref.finalize(storage, self._release, storage._cdata)
+        self.peak = max(self.peak, self._live_bytes)
         return out
 
-    def _gone(self, key: int) -> None:
-        self._now -= self._sizes.pop(key)
+    def _release(self, key: int) -> None:
+        self._live_bytes -= self._sizes.pop(key)
 
 
-class _LiveUnread(Live):  # type: ignore[no-untyped-call]
+class _LiveFakes(Live):  # type: ignore[no-untyped-call]
     """Counts the bytes of fake tensors; reading one without a known value returns 0 or True."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

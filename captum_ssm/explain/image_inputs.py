@@ -28,27 +28,27 @@ _LONGEST = 100
 
 def processed(processor: Any, files: Sequence[Path]) -> Tensor:
     """Read image files and convert them to (B, C, H, W) with a transformers image processor."""
-    pictures = [_read(file).numpy() for file in files]
-    found: Tensor = processor(images=pictures, return_tensors="pt")["pixel_values"]
-    return found
+    pictures = [_read_image(file).numpy() for file in files]
+    pixels: Tensor = processor(images=pictures, return_tensors="pt")["pixel_values"]
+    return pixels
 
 
-def scene(file: Path, side: int) -> Tensor:
+def read_small_image(file: Path, side: int) -> Tensor:
     """Read an image file, resized to (3, side, side) and scaled to -1 to 1, for small models."""
-    image = _read(file)[None].float() / 255
+    image = _read_image(file)[None].float() / 255
     resized = F.interpolate(image, size=(side, side), mode="bilinear", antialias=True)[0]
     return 2 * resized - 1
 
 
-def side_of(model: Any) -> int:
+def image_side_of(model: Any) -> int:
     """Return the side of the square images that a classifier of this package was trained on."""
     if isinstance(model, VMamba):  # without position embeddings, the size is not in the weights
         return _SCENE
-    side: int = _size(model)[0] if isinstance(model, VisionMamba) else model.config.image_size
+    side: int = _image_size(model)[0] if isinstance(model, VisionMamba) else model.config.image_size
     return side
 
 
-def for_vim(model: VisionMamba | VMamba, file: Path) -> Tensor:
+def read_vim(model: VisionMamba | VMamba, file: Path) -> Tensor:
     """Read an image file, and resize, crop and normalize it to (3, H, W) for released models."""
     projection: Any = next(m for m in model.patch_embed.modules() if isinstance(m, nn.Conv2d))
     if projection.in_channels != 3:
@@ -56,30 +56,30 @@ def for_vim(model: VisionMamba | VMamba, file: Path) -> Tensor:
             f"The model needs images with {projection.in_channels} color channels, but {file} is "
             "read with 3. Prepare the image in Python, and use captum_ssm.report."
         )
-    height, width = _size(model) if isinstance(model, VisionMamba) else (_RELEASED, _RELEASED)
-    image = _read(file)[None].float() / 255  # (1, 3, h, w)
+    height, width = _image_size(model) if isinstance(model, VisionMamba) else (_RELEASED, _RELEASED)
+    image = _read_image(file)[None].float() / 255  # (1, 3, h, w)
     scale = _MARGIN * max(height / image.shape[2], width / image.shape[3])
     size = [max(height, round(scale * image.shape[2])), max(width, round(scale * image.shape[3]))]
     resized = F.interpolate(image, size=size, mode="bicubic", antialias=True)[0].clamp(0, 1)
     top, left = (size[0] - height) // 2, (size[1] - width) // 2
-    middle = resized[:, top : top + height, left : left + width]
+    cropped = resized[:, top : top + height, left : left + width]
     mean, deviation = (torch.tensor(x)[:, None, None] for x in (_MEAN, _DEVIATION))
-    return (middle - mean) / deviation
+    return (cropped - mean) / deviation
 
 
-def _size(model: VisionMamba) -> tuple[int, int]:
+def _image_size(model: VisionMamba) -> tuple[int, int]:
     """Return height and width of images that fit the model's position embeddings."""
     projection = model.patch_embed.proj
     height, width = (
-        (cells - 1) * stride + patch
-        for cells, stride, patch in zip(
+        (count - 1) * stride + patch
+        for count, stride, patch in zip(
             model.grid, projection.stride, projection.kernel_size, strict=True
         )
     )
     return height, width
 
 
-def _read(file: Path) -> Tensor:
+def _read_image(file: Path) -> Tensor:
     """Read an image file as uint8 (3, h, w); raise if one side is extremely long."""
     image = read_image(file)
     height, width = image.shape[1:]

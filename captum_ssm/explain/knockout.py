@@ -108,10 +108,10 @@ def cut_edges(
     with knock_out(module, *cuts, replace=replace):
         without = run()
     estimated = None
-    if replace is None and not any(each.selection for each in cuts):
+    if replace is None and not any(edge.selection for edge in cuts):
         estimated = float(method.attribute(inputs, target, additional).of(*cuts))
     return Cut(
-        answers=_answers(before, without, target, label),
+        answers=_changed_answers(before, without, target, label),
         before=float(contrasted(before, target)[0]),
         without=float(contrasted(without, target)[0]),
         estimated=estimated,
@@ -119,7 +119,7 @@ def cut_edges(
 
 
 def read_tokens(
-    option: str, given: Sequence[str], names: Sequence[str], text: str
+    option: str, items: Sequence[str], names: Sequence[str], text: str
 ) -> slice | list[int]:
     """Convert positions, words or one slice on the command line to a list or slice of positions.
 
@@ -141,28 +141,29 @@ def read_tokens(
         >>> read_tokens("--to", ["1:"], names, "the red lamp")
         slice(1, None, None)
     """
-    part = _SLICE.fullmatch(given[0])
-    if part and len(given) == 1:
-        start, stop = (None if end is None else int(end) for end in part.groups())
+    slice_match = _SLICE.fullmatch(items[0])
+    if slice_match and len(items) == 1:
+        start, stop = (None if bound is None else int(bound) for bound in slice_match.groups())
         return slice(start, stop)
     positions: list[int] = []
-    for one in given:
-        if _SLICE.fullmatch(one):
-            raise OptionError(f"{option} {one}: pass only a slice, or list all positions instead.")
-        found = [int(one)] if _POSITION.fullmatch(one) else _positions(option, one, names, text)
-        positions += [position for position in found if position not in positions]
+    for item in items:
+        if _SLICE.fullmatch(item):
+            raise OptionError(f"{option} {item}: pass only a slice, or list all positions instead.")
+        added = [int(item)] if _POSITION.fullmatch(item) else _find_word(option, item, names, text)
+        positions += [position for position in added if position not in positions]
     return positions
 
 
-def _positions(option: str, word: str, names: Sequence[str], text: str) -> list[int]:
+def _find_word(option: str, word: str, names: Sequence[str], text: str) -> list[int]:
     """Return the positions of a word's tokens; raise if the text has the word never or twice."""
     places = []
+    # a word of the text may have several tokens; other words can only be one token, such as <s>
     for first in range(len(names)):
         for last in range(first, len(names) if word in text else first + 1):
-            read = "".join(names[first : last + 1]).strip()
-            if read == word:
+            joined = "".join(names[first : last + 1]).strip()
+            if joined == word:
                 places.append(list(range(first, last + 1)))
-            if read and (len(read) >= len(word) or not word.startswith(read)):
+            if joined and (len(joined) >= len(word) or not word.startswith(joined)):
                 break
     if len(places) == 1:
         return places[0]
@@ -172,23 +173,23 @@ def _positions(option: str, word: str, names: Sequence[str], text: str) -> list[
             f"{option} {word}: the text does not contain this word. The tokens are {known}. Pass a "
             "word of the text, or a position."
         )
-    at = " and ".join(", ".join(map(str, place)) for place in places)
+    listed = " and ".join(", ".join(map(str, place)) for place in places)
     raise OptionError(
-        f"{option} {word}: the word occurs {len(places)} times, at {at}. Pass the position of one "
-        "of them."
+        f"{option} {word}: the word occurs {len(places)} times, at {listed}. Pass the position "
+        "of one of them."
     )
 
 
-def _answers(
+def _changed_answers(
     before: Tensor, without: Tensor, target: Any, label: Callable[[int, Tensor], str]
 ) -> list[ChangedAnswer]:
     """Return the probabilities of the explained answer and of the most probable answers."""
     index = target_index(target, before)
     if index is None or before.shape[-1] == 1:
         return []
-    *place, explained = index[0].tolist()
-    chances = [
-        output[(0, *place)].detach().cpu().double().softmax(-1) for output in (before, without)
+    *position, explained = index[0].tolist()
+    chances = [  # the distribution before and without the edges
+        output[(0, *position)].detach().cpu().double().softmax(-1) for output in (before, without)
     ]
     best = [chance.topk(min(_NAMED, len(chance))).indices.tolist() for chance in chances]
     return [

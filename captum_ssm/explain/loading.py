@@ -20,7 +20,7 @@ from ..models.checkpoints import check_complete, check_counts, naming, read_chec
 from ..models.folders import PLAIN, VOCABULARY, load_folder, read_config
 from ..models.sentences import CLASS_WORDS, CLS, TextReader, text_words
 from ..models.vocabulary import WordVocabulary
-from .image_inputs import for_vim, processed, scene, side_of
+from .image_inputs import image_side_of, processed, read_small_image, read_vim
 
 #: A function from image files to the model's input (B, C, H, W).
 Prepare = Callable[[Sequence[Path]], Tensor]
@@ -90,7 +90,7 @@ class Loaded:
     is_dense: bool = False
     labels: Sequence[str] | None = None
 
-    def on(self, device: str, dtype: str) -> Loaded:
+    def move_to(self, device: str, dtype: str) -> Loaded:
         """Move the model to a device and a dtype; return this :class:`Loaded`.
 
         Args:
@@ -107,7 +107,7 @@ class Loaded:
             self.model.to(getattr(torch, dtype))
         return self
 
-    def prepared(self, files: Sequence[Path]) -> Tensor:
+    def read_images(self, files: Sequence[Path]) -> Tensor:
         """Read image files to a batch (B, C, H, W) with the model's dtype and device."""
         if self.prepare is None:
             raise OptionError(f"{type(self.model).__name__} does not accept images. Pass a text.")
@@ -131,41 +131,43 @@ def load(source: Source) -> Loaded:
         (55, None)
     """
     path = weights_of(source.name).parent if source.name in BUNDLED else Path(source.name)
-    if source.name in BUNDLED or _is_trained_here(path):
-        return _trained_here(path)
+    if source.name in BUNDLED or _is_bundled_kind(path):
+        return _load_bundled_kind(path)
     if path.is_file():
         names = read_checkpoint(path)
         is_vmamba = any(name.startswith("layers.0.blocks.") for name in names)
         model = load_vmamba(path) if is_vmamba else load_vim(path)
-        return Loaded(model, prepare=lambda files: torch.stack([for_vim(model, f) for f in files]))
-    return _of_transformers(source)
+        return Loaded(model, prepare=lambda files: torch.stack([read_vim(model, f) for f in files]))
+    return _load_transformers(source)
 
 
-def _is_trained_here(folder: Path) -> bool:
-    """Return True if the folder has a classifier that ``captum-ssm-bench train`` wrote."""
+def _is_bundled_kind(folder: Path) -> bool:
+    """Return True if the folder has a classifier of the kinds ``captum-ssm-bench train`` writes."""
     with suppress(CaptumSSMError, OSError):  # other folders have no such files
-        named = read_config(folder).get("architectures")
-        return any(named == [name] for name in PLAIN) or CLS in WordVocabulary.from_json(
+        class_names = read_config(folder).get("architectures")
+        return any(class_names == [name] for name in PLAIN) or CLS in WordVocabulary.from_json(
             folder / VOCABULARY
         )
     return False
 
 
-def _trained_here(folder: Path) -> Loaded:
+def _load_bundled_kind(folder: Path) -> Loaded:
     """Load a model that is bundled or was trained with ``captum-ssm-bench train``."""
-    model, key = load_folder(folder)
-    if not isinstance(key, WordVocabulary):
-        side = side_of(model)
+    model, words = load_folder(folder)  # an image classifier has class names instead of words
+    if not isinstance(words, WordVocabulary):
+        side = image_side_of(model)
         return Loaded(
-            model, prepare=lambda files: torch.stack([scene(f, side) for f in files]), labels=key
+            model,
+            prepare=lambda files: torch.stack([read_small_image(f, side) for f in files]),
+            labels=words,
         )
-    if CLS not in key:
-        return Loaded(model, key, is_language=True)
+    if CLS not in words:
+        return Loaded(model, words, is_language=True)
     encoder = type(model).__name__.endswith("ForSequenceClassification")
-    reader = TextReader(key, encoder)
+    reader = TextReader(words, encoder)
     classes = tuple(word.strip("<>") for word in CLASS_WORDS)
     return Loaded(
-        model if encoder else SentenceClassifier(model, reader), _Sentences(reader), labels=classes
+        model if encoder else SentenceClassifier(model, reader), _Tokenizer(reader), labels=classes
     )
 
 
@@ -181,7 +183,7 @@ class SentenceClassifier(nn.Module):
         return self._reader.logits(self.model, ids)
 
 
-class _Sentences:
+class _Tokenizer:
     """The tokenizer of a sentence classifier, with the interface of transformers."""
 
     def __init__(self, reader: TextReader) -> None:
@@ -211,32 +213,32 @@ def config_of(source: Source) -> Any:
             "name from the hub, add --hub."
         )
     with naming(f"{source.name} has no usable configuration"):
-        plain, _ = transformers.PretrainedConfig.get_config_dict(name, **source.options)
-        check_counts(plain, f"The configuration of {source.name}")
+        config_dict, _ = transformers.PretrainedConfig.get_config_dict(name, **source.options)
+        check_counts(config_dict, f"The configuration of {source.name}")
         return transformers.AutoConfig.from_pretrained(name, **source.options)
 
 
-def _of_transformers(source: Source) -> Loaded:
+def _load_transformers(source: Source) -> Loaded:
     """Load a transformers model with its tokenizer or image processor."""
     transformers = optional("transformers", "transformers", f"Loading {source.name}")
     config = config_of(source)
-    kinds = list(getattr(config, "architectures", None) or [])
-    ends = dict(_KINDS)
+    names = list(getattr(config, "architectures", None) or [])
+    autos = dict(_KINDS)
     if not hasattr(config, "vision_config"):  # without images, these are encoder-decoder models
-        ends.pop("ForConditionalGeneration")
-    found = next(
-        ((kind, auto) for end, auto in ends.items() for kind in kinds if kind.endswith(end)), None
+        autos.pop("ForConditionalGeneration")
+    match = next(
+        ((name, auto) for end, auto in autos.items() for name in names if name.endswith(end)), None
     )
-    if found is None:
+    if match is None:
         raise OptionError(
-            f"{source.name} contains {' or '.join(kinds) or 'a model without architectures'}. The "
+            f"{source.name} contains {' or '.join(names) or 'a model without architectures'}. The "
             "command accepts language models, text and image classifiers, and image segmentation "
             "models. Load other models in Python, and use captum_ssm.report."
         )
-    kind, auto = found
-    remote = source.trust_remote_code and auto in (getattr(config, "auto_map", None) or {})
+    name, auto = match
+    is_remote = source.trust_remote_code and auto in (getattr(config, "auto_map", None) or {})
     # by class name, because other packages replace the entries of transformers' Auto classes
-    model_class = getattr(transformers, auto if remote else kind, getattr(transformers, auto))
+    model_class = getattr(transformers, auto if is_remote else name, getattr(transformers, auto))
     with naming(f"{source.name}: configuration and weights do not fit"):
         # otherwise transformers' error would not name weights of a wrong shape
         model, info = model_class.from_pretrained(
@@ -252,15 +254,16 @@ def _of_transformers(source: Source) -> Loaded:
         is_dense = auto == "AutoModelForSemanticSegmentation"
         return Loaded(model, prepare=lambda files: processed(processor, files), is_dense=is_dense)
     is_language = auto in ("AutoModelForCausalLM", "AutoModelForImageTextToText")
-    return Loaded(model, _tokenizer(transformers, source), is_language=is_language)
+    return Loaded(model, _load_tokenizer(transformers, source), is_language=is_language)
 
 
-def _tokenizer(transformers: Any, source: Source) -> Any:
+def _load_tokenizer(transformers: Any, source: Source) -> Any:
     """Load a model's tokenizer, or the word vocabulary of ``captum-ssm-bench train``."""
-    where = source.name if source.tokenizer is None else source.tokenizer
-    folder = Path(where)
-    words = folder / VOCABULARY
+    name = source.name if source.tokenizer is None else source.tokenizer
+    folder = Path(name)
+    vocabulary_file = folder / VOCABULARY
+    # a tokenizer of transformers comes before the vocabulary
     own = any((folder / f"tokenizer{end}").exists() for end in (".json", "_config.json", ".model"))
-    if words.exists() and not own and not (folder / "merges.txt").exists():
-        return WordVocabulary.from_json(words)
-    return transformers.AutoTokenizer.from_pretrained(where, **source.options)
+    if vocabulary_file.exists() and not own and not (folder / "merges.txt").exists():
+        return WordVocabulary.from_json(vocabulary_file)
+    return transformers.AutoTokenizer.from_pretrained(name, **source.options)

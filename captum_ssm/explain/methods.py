@@ -33,7 +33,7 @@ def method_classes(names: list[str] | None) -> list[type[Attribution]]:
     return list(dict.fromkeys(method_named(name, "--method") for name in names))
 
 
-def under_rules(
+def methods_and_options(
     methods: Sequence[type[Attribution]],
     rules: Sequence[Rule] | None,
     baselines: str | None,
@@ -51,8 +51,8 @@ def under_rules(
 
     Example:
         >>> from captum_ssm import LatimFlow
-        >>> from captum_ssm.explain.methods import under_rules
-        >>> named, options = under_rules([LatimFlow], ["frozen", "balanced"], None)
+        >>> from captum_ssm.explain.methods import methods_and_options
+        >>> named, options = methods_and_options([LatimFlow], ["frozen", "balanced"], None)
         >>> options
         {'LatimFlow, frozen': {'rule': 'frozen'}, 'LatimFlow, balanced': {'rule': 'balanced'}}
     """
@@ -69,73 +69,74 @@ def under_rules(
             f"--rule {rules[0]} is an option of LatimFlow. Add --method LatimFlow, or leave it out."
         )
     if baselines is not None:
-        taking = [name for name, method in named.items() if issubclass(method, LatimFlow)]
-        if not taking:
+        accepting = [name for name, method in named.items() if issubclass(method, LatimFlow)]
+        if not accepting:
             raise OptionError(
                 f"--baselines {baselines} is an option of LatimFlow and MambaLRP. Add --method "
                 "LatimFlow, or leave it out."
             )
-        for name in taking:
-            options.setdefault(name, {})["baselines"] = _baselines(baselines)
+        for name in accepting:
+            options.setdefault(name, {})["baselines"] = _parse_baselines(baselines)
     return named, options
 
 
-def with_option(
+def add_option(
     named: Mapping[str, type[Attribution]],
     options: dict[str, dict[str, Any]],
     name: str,
     value: Any,
-    asked: str,
+    flag: str,
 ) -> None:
-    """Add an option, in place, to each method that accepts it; ``asked`` is the flag in errors.
+    """Add an option, in place, to each method that accepts it; ``flag`` is its name in errors.
 
     Example:
         >>> from captum_ssm import ImplicitAttention, LatimFlow
-        >>> from captum_ssm.explain.methods import under_rules, with_option
-        >>> named, options = under_rules([LatimFlow, ImplicitAttention], None, None)
-        >>> with_option(named, options, "contrast", "all", "--contrast")
+        >>> from captum_ssm.explain.methods import methods_and_options, add_option
+        >>> named, options = methods_and_options([LatimFlow, ImplicitAttention], None, None)
+        >>> add_option(named, options, "contrast", "all", "--contrast")
         >>> options
         {'LatimFlow': {'contrast': 'all'}}
     """
-    taking = [key for key, kind in named.items() if name in _arguments(kind)]
-    if not taking:
-        methods = ", ".join(kind.__name__ for kind in OFFERED if name in _arguments(kind))
+    accepting = [key for key, method in named.items() if name in _argument_names(method)]
+    if not accepting:
+        methods = ", ".join(m.__name__ for m in OFFERED if name in _argument_names(m))
         raise OptionError(
-            f"{asked} is accepted by {methods or 'no method'}, but none of these is selected. Add "
-            f"one with --method, or leave {asked} out."
+            f"{flag} is accepted by {methods or 'no method'}, but none of these is selected. Add "
+            f"one with --method, or leave {flag} out."
         )
-    for key in taking:
+    for key in accepting:
         options.setdefault(key, {})[name] = value
 
 
-def against(
+def name_contrasts(
     named: Mapping[str, type[Attribution]], options: Mapping[str, dict[str, Any]], contrast: str
 ) -> tuple[dict[str, type[Attribution]], dict[str, dict[str, Any]]]:
-    """Rename methods with the option ``contrast``: add the text of the contrast to the name.
+    """Return methods and options by new names, which include the contrast of each method with one.
 
     Example:
         >>> from captum_ssm import LatimFlow, LatimNorm
-        >>> from captum_ssm.explain.methods import against
+        >>> from captum_ssm.explain.methods import name_contrasts
         >>> methods = {"LatimFlow": LatimFlow, "LatimNorm": LatimNorm}
-        >>> list(against(methods, {"LatimFlow": {"contrast": (-1, 5)}}, "kite")[0])
+        >>> list(name_contrasts(methods, {"LatimFlow": {"contrast": (-1, 5)}}, "kite")[0])
         ['LatimFlow, against kite', 'LatimNorm']
     """
 
-    def called(name: str) -> str:
-        told = "contrast" in options.get(name, {})
-        return f"{name}, against {contrast.strip()}" if told else name
+    def new_name(name: str) -> str:
+        has_contrast = "contrast" in options.get(name, {})
+        return f"{name}, against {contrast.strip()}" if has_contrast else name
 
     return (
-        {called(name): method for name, method in named.items()},
-        {called(name): own for name, own in options.items()},
+        {new_name(name): method for name, method in named.items()},
+        {new_name(name): method_options for name, method_options in options.items()},
     )
 
 
-def _arguments(method: type[Attribution]) -> Collection[str]:
+def _argument_names(method: type[Attribution]) -> Collection[str]:
+    """Return the names of the arguments of a method's ``attribute``."""
     return inspect.signature(method.attribute).parameters
 
 
-def _baselines(text: str) -> float | str:
+def _parse_baselines(text: str) -> float | str:
     if text == "mean":
         return text
     try:

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 _LIGHT = 128
 
 
-def over_pixels(
+def explained_function(
     loaded: Loaded,
     inputs: Any,
     mask: Path | None = None,
     pixel: Sequence[int] | None = None,
 ) -> Callable[..., Any]:
-    """Return the model; for a segmentation model, return its mean logits over selected pixels.
+    """Return the model; for a segmentation model, a function of its mean logits over some pixels.
 
     Args:
         loaded: the loaded model.
@@ -60,20 +60,20 @@ def over_pixels(
                 f"--target-pixel {row} {column} is outside the model's output. Pass a row from 0 "
                 f"to {height - 1} and a column from 0 to {width - 1}."
             )
-        chosen = torch.zeros(height, width, dtype=torch.bool)
-        chosen[row, column] = True
-        return mean_over(loaded.model, chosen)
+        selected = torch.zeros(height, width, dtype=torch.bool)
+        selected[row, column] = True
+        return mean_over(loaded.model, selected)
     assert mask is not None
-    return mean_over(loaded.model, _light(mask, (height, width)))
+    return mean_over(loaded.model, _light_pixels(mask, (height, width)))
 
 
-def _light(file: Path, size: tuple[int, int]) -> Tensor:
+def _light_pixels(file: Path, size: tuple[int, int]) -> Tensor:
     """Return a boolean mask of the light pixels of an image file, scaled to ``size``."""
     light = read_image(file).float().mean(0) >= _LIGHT
-    found = F.interpolate(light[None, None].float(), size=size, mode="nearest")[0, 0].bool()
-    if not bool(found.any()):
+    resized = F.interpolate(light[None, None].float(), size=size, mode="nearest")[0, 0].bool()
+    if not bool(resized.any()):
         raise OptionError(
             f"--target-mask {file} has no light pixels after resizing to {size}. Pass an image "
             "with a white area."
         )
-    return found
+    return resized

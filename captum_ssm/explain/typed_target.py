@@ -30,27 +30,28 @@ def read_target(subject: Subject, text: str, *, language: bool, option: str = "-
         >>> read_target(subject, "lamp", language=True) == (-1, vocabulary.id_of("lamp"))
         True
     """
-    given = _ID.fullmatch(text)
-    if given or (text.isdecimal() and not language):
-        number = int(given[1] if given else text)
-        return (-1, number) if language else number
+    id_match = _ID.fullmatch(text)
+    if id_match or (text.isdecimal() and not language):
+        index = int(id_match[1] if id_match else text)
+        return (-1, index) if language else index
     labels = list(subject.labels or ())
     if text in labels and not language:
         return labels.index(text)
     codec = subject.codec if language else None
     try:
-        found = Reader(codec, subject.forward_func, subject.module).target(text)
+        target = Reader(codec, subject.forward_func, subject.module).target(text)
     except TargetError as error:
         message = str(error).removeprefix("target=")
         raise OptionError(f"{option} {message} To pass a token id, write id:NUMBER.") from error
-    if isinstance(found, tuple) is language and not isinstance(found, str):
-        return found
+    # (position, token id) for a language model, a class index for others; text was not understood
+    if isinstance(target, tuple) is language and not isinstance(target, str):
+        return target
     if language:
         raise OptionError(f"{option} {text} needs a tokenizer. Pass the token as id:NUMBER.")
     names = list(labels or classes_of(subject.module))
     rest = f" and {len(names) - 10} more" if len(names) > 10 else ""
-    known = (", ".join(names[:10]) or "none") + rest
+    listed = (", ".join(names[:10]) or "none") + rest
     raise OptionError(
-        f"{option} {text!r} is neither a number nor one of the classes ({known}). Pass the number "
+        f"{option} {text!r} is neither a number nor one of the classes ({listed}). Pass the number "
         "of a class, or the names of all classes with --labels."
     )

@@ -48,7 +48,7 @@ class Api:
         self.debug = False
 
     def answer(self, question: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a request of the page; requests run one at a time, as they share one filter."""
+        """Return the answer to a request; requests run one at a time, as they share one filter."""
         questions: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "config": self._config,
             "examples": self._examples,
@@ -60,29 +60,29 @@ class Api:
         with self._lock:
             return questions[question](request)
 
-    def kept(self, classes: int) -> dict[str, Any]:
-        """Return all data of a page without a server, for the likeliest ``classes`` classes."""
+    def snapshot_data(self, classes: int) -> dict[str, Any]:
+        """Return the answers that a page needs without a server, for the likeliest classes."""
         with self._lock:
             config = self._config({})
-            shown = config["filter"]
-            found = self._examples({"filter": shown._asdict(), "again": True})
+            choices = config["filter"]
+            response = self._examples({"filter": choices._asdict(), "again": True})
             relevance = {}
-            for example in found["examples"]:
+            for example in response["examples"]:
                 for output in example["models"]:
                     for score in output.get("predicted", [])[:classes]:
                         model, method = output["model_index"], output["method_index"]
-                        of = self._shown[example["id"]], model, method
+                        place = self._shown[example["id"]], model, method
                         answer = (
                             output
                             if score.index == output["active_index"]
-                            else self._explained(*of, score.index, filtered=False)
+                            else self._explanation(*place, score.index, filtered=False)
                         )
-                        place = f"{example['id']},{model},{method},{score.index}"
-                        relevance[place] = answer
+                        key = f"{example['id']},{model},{method},{score.index}"
+                        relevance[key] = answer
             layers: list[list[str]] = [[] for _ in config["models"]]  # cutting needs a server
-            answers = {"config": config | {"layers": layers, "filter": shown._asdict()}}
-            kept: dict[str, Any] = plain(answers | {"examples": found, "relevance": relevance})
-            return kept
+            answers = {"config": config | {"layers": layers, "filter": choices._asdict()}}
+            data: dict[str, Any] = plain(answers | {"examples": response, "relevance": relevance})
+            return data
 
     def _config(self, request: Mapping[str, Any]) -> dict[str, Any]:
         visualizer = self._visualizer
@@ -96,10 +96,10 @@ class Api:
 
     def _examples(self, request: Mapping[str, Any]) -> dict[str, Any]:
         visualizer = self._visualizer
-        visualizer.config = _filter(request)
-        found = visualizer.search(self._view, again=bool(request.get("again")))
+        visualizer.config = _parse_filter(request)
+        result = visualizer.search(self._view, again=bool(request.get("again")))
         examples = []
-        for example, outputs in found.examples:
+        for example, outputs in result.examples:
             identity = next(self._identities)
             self._shown[identity] = example
             examples.append({"id": identity, "number": example.number, "models": outputs})
@@ -107,22 +107,22 @@ class Api:
             self._shown.popitem(last=False)
         return {
             "examples": examples,
-            "searched": found.searched,
-            "ended": found.ended,
-            "labelled": found.labelled,
+            "searched": result.searched,
+            "ended": result.ended,
+            "labelled": result.labelled,
         }
 
     def _relevance(self, request: Mapping[str, Any]) -> dict[str, Any]:
         visualizer = self._visualizer
-        visualizer.config = _filter(request)
-        example, model, target = self._asked(request)
+        visualizer.config = _parse_filter(request)
+        example, model, target = self._requested(request)
         method = request.get("method", 0)
         count = len(visualizer.config.methods)
         if type(method) is not int or not 0 <= method < count:
             raise OptionError(f"method={method!r} is not a method's number. Use 0 to {count - 1}.")
-        return self._explained(example, model, method, target, filtered=False) or {}
+        return self._explanation(example, model, method, target, filtered=False) or {}
 
-    def _explained(
+    def _explanation(
         self,
         example: DatasetExample,
         model: int,
@@ -132,31 +132,31 @@ class Api:
         filtered: bool,
     ) -> dict[str, Any] | None:
         explain = self._visualizer.explain
-        chosen = example, model, target, filtered, method
-        found = self._result(model, lambda: _sent(explain(*chosen)))
-        return None if found is None else found | {"method_index": method}
+        arguments = example, model, target, filtered, method
+        response = self._result(model, lambda: _for_page(explain(*arguments)))
+        return None if response is None else response | {"method_index": method}
 
     def _cut(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        example, model, target = self._asked(request)
-        given = request.get("edges")
-        if not isinstance(given, list) or not given:
-            raise OptionError(f"edges={given!r}. Pass a list of one or more messages to cut.")
-        edges, cut = list(map(_edges, given)), self._visualizer.cut
+        example, model, target = self._requested(request)
+        messages = request.get("edges")
+        if not isinstance(messages, list) or not messages:
+            raise OptionError(f"edges={messages!r}. Pass a list of one or more messages to cut.")
+        edges, cut = list(map(_parse_edges, messages)), self._visualizer.cut
         return self._result(model, lambda: cut(example, model, target, edges)) or {}
 
     def _messages(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        example, model, target = self._asked(request)
+        example, model, target = self._requested(request)
 
-        def found() -> _Messages:
+        def strongest() -> _Messages:
             return _Messages(self._visualizer.messages(example, model, target))
 
-        return self._result(model, found) or {}
+        return self._result(model, strongest) or {}
 
     def _flow(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        example, model, target = self._asked(request)
+        example, model, target = self._requested(request)
         return self._result(model, lambda: self._visualizer.flow(example, model, target)) or {}
 
-    def _asked(self, request: Mapping[str, Any]) -> tuple[DatasetExample, int, int]:
+    def _requested(self, request: Mapping[str, Any]) -> tuple[DatasetExample, int, int]:
         """Return the example, model index and class index that a request names."""
         visualizer = self._visualizer
         identity, model, target = (request.get(key) for key in ("id", "model", "target"))
@@ -170,8 +170,9 @@ class Api:
         return self._shown[identity], model, target
 
     def _view(self, example: DatasetExample, index: int) -> dict[str, Any] | None:
+        """Return the explanation at an index of :meth:`AttributionVisualizer.view`, as fields."""
         model, method = divmod(index, len(self._visualizer.config.methods))
-        return self._explained(example, model, method, None, filtered=True)
+        return self._explanation(example, model, method, None, filtered=True)
 
     def _result(self, model: int, explain: Callable[[], Any]) -> dict[str, Any] | None:
         """Return the fields of ``explain()``, or the error; the page still shows other models."""
@@ -206,7 +207,7 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def _sent(output: VisualizationOutput | None) -> VisualizationOutput | None:
+def _for_page(output: VisualizationOutput | None) -> VisualizationOutput | None:
     """Prepare an explanation for the page: drop images that have rasters, join tokens to words."""
     if output is None:
         return None
@@ -220,10 +221,10 @@ def _sent(output: VisualizationOutput | None) -> VisualizationOutput | None:
     return output._replace(feature_outputs=features)
 
 
-def _edges(given: Any) -> Edges:
+def _parse_edges(message: Any) -> Edges:
     """Convert a message of a request (layer name, source and target position) to ``Edges``."""
-    given = given if isinstance(given, Mapping) else {}
-    layer, source, target = (given.get(key) for key in ("name", "source", "target"))
+    message = message if isinstance(message, Mapping) else {}
+    layer, source, target = (message.get(key) for key in ("name", "source", "target"))
     if not isinstance(layer, str):
         raise OptionError(f"name={layer!r}. Pass the name of a layer as a string.")
     for end, position in (("source", source), ("target", target)):
@@ -232,13 +233,13 @@ def _edges(given: Any) -> Edges:
     return Edges(layer, source, target)
 
 
-def _filter(request: Mapping[str, Any]) -> FilterConfig:
+def _parse_filter(request: Mapping[str, Any]) -> FilterConfig:
     """Return a request's choices of examples and methods, with defaults for missing choices."""
-    given = request.get("filter", {})
-    if not isinstance(given, Mapping):
-        raise OptionError(f"filter={given!r}. Pass a JSON object.")
-    if unknown := set(given) - set(FilterConfig._fields):
+    choices = request.get("filter", {})
+    if not isinstance(choices, Mapping):
+        raise OptionError(f"filter={choices!r}. Pass a JSON object.")
+    if unknown := set(choices) - set(FilterConfig._fields):
         raise OptionError(
             f"filter has the unknown field {sorted(unknown)[0]!r}. Use {FilterConfig._fields}."
         )
-    return FilterConfig(**given)
+    return FilterConfig(**choices)

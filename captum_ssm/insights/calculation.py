@@ -26,20 +26,15 @@ from .dataset import DatasetExample
 from .features import BaseFeature, FeatureOutput
 from .filters import FilterConfig, OutputScore
 from .flow import Flow, flow_of
-from .methods import (
-    ATTRIBUTION_NAMES_TO_METHODS,
-    DEFAULTS_FROM_INPUTS,
-    parameters_of,
-    titled,
-)
-from .rasters import as_given, patches_of, rasters_of
+from .methods import ATTRIBUTION_NAMES_TO_METHODS, DEFAULTS_FROM_INPUTS, parameters_of, titled
+from .rasters import in_input_shape, patches_of, rasters_of
 
 #: The number of classes listed for a prediction.
 _NAMED = 4
 #: The number of messages between words that are listed.
 _MESSAGES = 12
 #: Arguments of ``attribute`` that the page does not offer as options.
-_GIVEN = {"self", "inputs", "target", "additional_forward_args"}
+_NOT_OFFERED = {"self", "inputs", "target", "additional_forward_args"}
 #: The score that is displayed with an example's label, as in Captum Insights.
 _CERTAIN = 100.0
 
@@ -121,14 +116,14 @@ class AttributionCalculation:
                 "EmptyFeature for an input that is not displayed."
             )
         return tuple(
-            _applied(feature.input_transforms, tensor)
+            _transformed(feature.input_transforms, tensor)
             for feature, tensor in zip(self.features, example.inputs, strict=True)
         )
 
     def baselines(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the features' baselines, in the shapes of the transformed inputs."""
         return tuple(
-            _applied(feature.baseline_transforms[:1], tensor).expand_as(tensor)
+            _transformed(feature.baseline_transforms[:1], tensor).expand_as(tensor)
             if feature.baseline_transforms
             else torch.zeros_like(tensor)
             for feature, tensor in zip(self.features, inputs, strict=True)
@@ -138,16 +133,17 @@ class AttributionCalculation:
         """Return a model's prediction for the transformed inputs of one example."""
         patches = patches_of(model, inputs)
         with torch.no_grad(), nullcontext() if patches is None else patches.watch():
-            output = _output(model, inputs, additional)
+            output = _logits(model, inputs, additional)
             last = output[:, -1] if output.dim() == 3 else output
             scores = last if self.score_func is None else self.score_func(last)
-        named = self._named(scores.detach().cpu().double().flatten())
-        return Prediction(named, output, None if patches is None else patches.grid)
+        classes = self._likeliest_classes(scores.detach().cpu().double().flatten())
+        return Prediction(classes, output, None if patches is None else patches.grid)
 
-    def _named(self, scores: Tensor) -> list[OutputScore]:
+    def _likeliest_classes(self, scores: Tensor) -> list[OutputScore]:
+        """Return the classes with the highest of some scores (K,), highest first."""
         if len(scores) == 1:
             # one number is the probability, or the index, of a class
-            return [self.score(float(scores), i) for i in self._nearest(float(scores))]
+            return [self.score(float(scores), i) for i in self._class_near(float(scores))]
         if len(scores) > len(self.classes):
             raise InputError(
                 f"the model returns {len(scores)} scores, but classes has {len(self.classes)} "
@@ -159,7 +155,8 @@ class AttributionCalculation:
             for score, index in zip(best.values.tolist(), best.indices.tolist(), strict=True)
         ]
 
-    def _nearest(self, number: float) -> list[int]:
+    def _class_near(self, number: float) -> list[int]:
+        """Return a list of the class index within 0.5 of a number; empty if there is none."""
         return [i for i in range(len(self.classes)) if abs(number - i) <= 0.5][:1]
 
     def score(self, score: float, index: int) -> OutputScore:
@@ -191,18 +188,18 @@ class AttributionCalculation:
         if (reason := self.obstacle(name, model, inputs)) is not None:
             raise OptionError(f"{name} does not fit this model: {reason}. Use a different method.")
         kind = ATTRIBUTION_NAMES_TO_METHODS[name]
-        explained = model if issubclass(kind, SSMAttribution) else Logits(model, len(inputs))
-        options = self._options(name, inputs, arguments, target)
+        forward_func = model if issubclass(kind, SSMAttribution) else Logits(model, len(inputs))
+        options = self._method_options(name, inputs, arguments, target)
         if inputs[0].dim() == 4 and not tells_pixels(kind):
             options = {"per_token": True} | options
-        found, sums = attribute_with_sums(
-            kind(explained),
+        attributions, sums = attribute_with_sums(
+            kind(forward_func),
             inputs,
             target=target if self.use_label_for_attr else None,
             additional_forward_args=additional or None,
             **options,
         )
-        relevance = tuple(tensor.detach() for tensor in as_tuple(found))
+        relevance = tuple(tensor.detach() for tensor in as_tuple(attributions))
         if inputs[0].dim() == 4 and relevance[0].dim() == 2:
             raise InputError(
                 f"{name} returns relevance of {relevance[0].shape[1]} tokens, which do not form a "
@@ -221,17 +218,17 @@ class AttributionCalculation:
     ) -> dict[str, list[float]]:
         """Return the relevance of a text's words for each role, scaled to at most 100."""
         kind = ATTRIBUTION_NAMES_TO_METHODS[name]
-        chosen = self._options(name, inputs, arguments, target)
+        options = self._method_options(name, inputs, arguments, target)
         if not self._is_one_text:
             return {}
-        if not tells_roles(kind, chosen, inputs[0]):
+        if not tells_roles(kind, options, inputs[0]):
             return {}
-        asked = target if self.use_label_for_attr else None
-        given = inputs[0], asked, additional or None
+        attributed = target if self.use_label_for_attr else None
+        question = inputs[0], attributed, additional or None
         method: Any = kind(model)
-        found = roles_of(decomposition(method, *given, options=chosen, roles=True))
-        end = max((float(x.abs().max()) for x in found.values()), default=1.0)
-        return {role: (x[0].cpu().double() / end * 100).tolist() for role, x in found.items()}
+        scores = roles_of(decomposition(method, *question, options=options, roles=True))
+        largest = max((float(x.abs().max()) for x in scores.values()), default=1.0)
+        return {role: (x[0].cpu().double() / largest * 100).tolist() for role, x in scores.items()}
 
     @property
     def _is_one_text(self) -> bool:
@@ -248,25 +245,25 @@ class AttributionCalculation:
 
     def messages(self, model: Any, example: DatasetExample, target: int) -> list[Edge]:
         """Return the messages between words with the largest estimated effects on the target."""
-        ids, asked = self._text(model, example, target)
-        found = EdgeEffects(model).attribute(ids, asked, example.additional or None)
-        return found.top(_MESSAGES)[0]
+        ids, explained = self._ids_target(model, example, target)
+        effects = EdgeEffects(model).attribute(ids, explained, example.additional or None)
+        return effects.top(_MESSAGES)[0]
 
     def cut(self, model: Any, example: DatasetExample, target: int, edges: Sequence[Edges]) -> Cut:
         """Return a model's predictions for a text with and without some messages between words."""
-        ids, asked = self._text(model, example, target)
+        ids, explained = self._ids_target(model, example, target)
         method, additional = EdgeEffects(model), example.additional or None
 
         def label(index: int, output: Tensor) -> str:
             return self.score(0.0, index).label
 
-        return cut_edges(method, ids, asked, edges, label, additional=additional)
+        return cut_edges(method, ids, explained, edges, label, additional=additional)
 
     def flow(self, model: Any, example: DatasetExample, target: int) -> Flow:
         """Return the flow of relevance from a text's words through the layers to a class."""
-        return flow_of(model, *self._text(model, example, target), example.additional)
+        return flow_of(model, *self._ids_target(model, example, target), example.additional)
 
-    def _text(self, model: Any, example: DatasetExample, target: int) -> tuple[Tensor, Any]:
+    def _ids_target(self, model: Any, example: DatasetExample, target: int) -> tuple[Tensor, Any]:
         """Return the ids of an example's one text, and the target for a class index."""
         if not self._is_one_text:
             raise OptionError(
@@ -274,30 +271,30 @@ class AttributionCalculation:
                 "messages and flow are between words of one text. Use one TextFeature."
             )
         (ids,) = self.transformed(example)
-        asked = self.predict(model, (ids,), example.additional).target(target)
-        return ids, asked if self.use_label_for_attr else None
+        explained = self.predict(model, (ids,), example.additional).target(target)
+        return ids, explained if self.use_label_for_attr else None
 
-    def _options(
+    def _method_options(
         self, name: str, inputs: tuple[Tensor, ...], arguments: Mapping[str, Any], target: Any
     ) -> dict[str, Any]:
         """Return a method's options, with defaults that depend on features and inputs."""
         accepted = inspect.signature(ATTRIBUTION_NAMES_TO_METHODS[name].attribute).parameters
-        chosen = parameters_of(name).parse(arguments)
-        if unknown := set(chosen) - (set(accepted) - _GIVEN):
-            known = sorted(set(accepted) - _GIVEN)
+        options = parameters_of(name).parse(arguments)
+        if unknown := set(options) - (set(accepted) - _NOT_OFFERED):
+            known = sorted(set(accepted) - _NOT_OFFERED)
             raise OptionError(f"{name} has no argument {sorted(unknown)[0]!r}. Use one of {known}.")
         if name in DEFAULTS_FROM_INPUTS:
             suggested = DEFAULTS_FROM_INPUTS[name](inputs)
-            chosen |= {key: value for key, value in suggested.items() if chosen.get(key) is None}
+            options |= {key: value for key, value in suggested.items() if options.get(key) is None}
         kind = ATTRIBUTION_NAMES_TO_METHODS[name]
         if "baselines" in accepted and not issubclass(kind, SSMAttribution):  # ours have their own
-            chosen["baselines"] = self.baselines(inputs)
-        contrast = chosen.get("contrast")
+            options["baselines"] = self.baselines(inputs)
+        contrast = options.get("contrast")
         if isinstance(contrast, str) and contrast not in CONTRASTS:
-            chosen["contrast"] = self._class_like(contrast, target)
-        return chosen
+            options["contrast"] = self._contrast_target(contrast, target)
+        return options
 
-    def _class_like(self, label: str, target: Any) -> Any:
+    def _contrast_target(self, label: str, target: Any) -> Any:
         """Convert a class name to a target with the same token position as ``target``."""
         if label not in self.classes:
             raise OptionError(
@@ -317,7 +314,7 @@ class Logits(nn.Module):
         self._inputs = inputs
 
     def forward(self, *arguments: Any) -> Tensor:
-        return _output(self.model, arguments[: self._inputs], arguments[self._inputs :])
+        return _logits(self.model, arguments[: self._inputs], arguments[self._inputs :])
 
 
 def explanation(
@@ -346,7 +343,7 @@ def explanation(
         return None
     if target is None and prediction.scores:
         target = prediction.scores[0].index
-    asked = (
+    question = (
         model,
         inputs,
         example.additional,
@@ -354,16 +351,16 @@ def explanation(
         name,
         arguments,
     )
-    relevance, sums = calculation.relevance(*asked)
+    relevance, sums = calculation.relevance(*question)
     shares = shares_of(relevance)
-    rasters = [rasters_of(found, prediction.grid) for found in relevance]
+    rasters = [rasters_of(scores, prediction.grid) for scores in relevance]
     outputs = [
-        feature.visualize(as_given(found, given), data, share)
-        for feature, found, given, data, share in zip(
+        feature.visualize(in_input_shape(scores, tensor), data, share)
+        for feature, scores, tensor, data, share in zip(
             calculation.features, relevance, inputs, example.inputs, shares, strict=True
         )
     ]
-    roles = calculation.roles(*asked)
+    roles = calculation.roles(*question)
     return VisualizationOutput(
         outputs,
         actual,
@@ -386,13 +383,14 @@ def shares_of(relevance: Sequence[Tensor]) -> list[float]:
     return shares
 
 
-def _output(model: Any, inputs: tuple[Tensor, ...], additional: tuple[Any, ...]) -> Tensor:
+def _logits(model: Any, inputs: tuple[Tensor, ...], additional: tuple[Any, ...]) -> Tensor:
+    """Run a model on the inputs of one example, and return its logits."""
     if len(inputs) == 1:
         return logits_of(call_model(model, inputs[0], additional))
     return logits_of(model(*inputs, *additional))
 
 
-def _applied(transforms: Sequence[Callable[..., Any]], batch: Tensor) -> Tensor:
+def _transformed(transforms: Sequence[Callable[..., Any]], batch: Tensor) -> Tensor:
     """Apply transforms to the one example of a batch, and return it as a batch."""
     example: Any = batch.squeeze(0)
     for transform in transforms:

@@ -94,14 +94,14 @@ def register_with_captum() -> list[str]:
     for method in ours:
         name = method.get_name()
         if name not in config.ATTRIBUTION_NAMES_TO_METHODS:
-            offered = _with_its_own_baselines(method)
-            config.SUPPORTED_ATTRIBUTION_METHODS.append(offered)
-            config.ATTRIBUTION_NAMES_TO_METHODS[name] = offered
-        config.ATTRIBUTION_METHOD_CONFIG[name] = _translated(parameters_of(name).params, config)
+            subclass = _without_baselines_argument(method)
+            config.SUPPORTED_ATTRIBUTION_METHODS.append(subclass)
+            config.ATTRIBUTION_NAMES_TO_METHODS[name] = subclass
+        config.ATTRIBUTION_METHOD_CONFIG[name] = _convert_all(parameters_of(name).params, config)
     return [method.get_name() for method in ours]
 
 
-def _with_its_own_baselines(method: type[SSMAttribution]) -> type[SSMAttribution]:
+def _without_baselines_argument(method: type[SSMAttribution]) -> type[SSMAttribution]:
     """Hide a method's argument ``baselines``: Captum 0.8 would pass 0, which is a token id."""
     if "baselines" not in inspect.signature(method.attribute).parameters:
         return method
@@ -109,24 +109,25 @@ def _with_its_own_baselines(method: type[SSMAttribution]) -> type[SSMAttribution
     def attribute(self: SSMAttribution, *args: Any, **options: Any) -> Any:
         return method.attribute(self, *args, **options)
 
-    offered = type(method.__name__, (method,), {})
-    offered.attribute = log_usage(part_of_slo=True)(attribute)  # type: ignore[attr-defined]
-    return offered
+    subclass = type(method.__name__, (method,), {})
+    subclass.attribute = log_usage(part_of_slo=True)(attribute)  # type: ignore[attr-defined]
+    return subclass
 
 
-def _translated(params: Mapping[str, Config], theirs: Any) -> Any:
+def _convert_all(params: Mapping[str, Config], theirs: Any) -> Any:
     """Convert arguments to field types of Captum 0.8, and add functions that read the values."""
-    kinds = {name: _kind(kind, theirs) for name, kind in params.items()}
+    types = {name: _convert_type(kind, theirs) for name, kind in params.items()}
     return theirs.ConfigParameters(
-        params=kinds,
-        post_process={name: _reader(name, kind) for name, kind in params.items()},
+        params=types,
+        post_process={name: _value_parser(name, kind) for name, kind in params.items()},
     )
 
 
-def _kind(kind: Config, theirs: Any) -> Any:
+def _convert_type(kind: Config, theirs: Any) -> Any:
+    """Return the field of Captum 0.8's page that can display values of an argument's type."""
     if isinstance(kind, NumberConfig) and kind.whole:
         return theirs.NumberConfig(value=kind.value, limit=kind.limit)
-    if isinstance(kind, NumberConfig | StrConfig):  # its page cuts numbers down to whole ones
+    if isinstance(kind, NumberConfig | StrConfig):  # Captum's page would truncate numbers
         return theirs.StrConfig(value=str(kind.value))
     if isinstance(kind, TupleConfig):
         return theirs.StrConfig(value=" ".join(map(str, kind.value or ())))
@@ -136,7 +137,9 @@ def _kind(kind: Config, theirs: Any) -> Any:
     return theirs.StrEnumConfig(value=kind.value or _NOTHING, limit=words)
 
 
-def _reader(name: str, kind: Config) -> Callable[[Any], Any]:
+def _value_parser(name: str, kind: Config) -> Callable[[Any], Any]:
+    """Return a function that converts a value of Captum 0.8's page to the argument's value."""
+
     def read(value: Any) -> Any:
         if isinstance(kind, BoolConfig) and value in (_YES, _NO):
             value = value == _YES

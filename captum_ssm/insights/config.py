@@ -59,8 +59,8 @@ class StrEnumConfig(NamedTuple):
         """Return the value unchanged; raise if it is not one of the accepted words."""
         if value not in self.limit:
             raise OptionError(f"{name}={value!r}: use one of {list(self.limit)}.")
-        chosen: str | None = value
-        return chosen
+        word: str | None = value
+        return word
 
 
 class BaselinesConfig(NamedTuple):
@@ -183,22 +183,22 @@ class ConfigParameters(NamedTuple):
 
     def parse(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Check and convert given arguments, and add the defaults of missing arguments."""
-        final = self.post_process or {}
-        read = dict(given)
+        post_process = self.post_process or {}
+        values = dict(given)
         for name, kind in self.params.items():
             value = kind.parse(name, given.get(name, kind.value))
-            read[name] = final[name](value) if name in final else value
-        return read
+            values[name] = post_process[name](value) if name in post_process else value
+        return values
 
 
 def described(parameters: ConfigParameters) -> dict[str, dict[str, Any]]:
     """Return for each argument a dict of its type's attributes, which the page displays."""
-    found = {}
+    descriptions = {}
     for name, kind in parameters.params.items():
-        found[name] = kind._asdict()
+        descriptions[name] = kind._asdict()
         if isinstance(kind, NumberConfig):
-            found[name]["whole"] = kind.whole
-    return found
+            descriptions[name]["whole"] = kind.whole
+    return descriptions
 
 
 def _is_number(value: Any) -> bool:

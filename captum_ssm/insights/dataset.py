@@ -84,8 +84,8 @@ def examples_of(batch: Any) -> Iterator[DatasetExample]:
         )
     size = len(inputs[0])
     additional = as_tuple(getattr(batch, "additional_args", None))
-    counted = [*inputs, *(a for a in additional if isinstance(a, Tensor) and a.dim())]
-    if others := [tuple(tensor.shape) for tensor in counted if len(tensor) != size]:
+    tensors = [*inputs, *(a for a in additional if isinstance(a, Tensor) and a.dim())]
+    if others := [tuple(tensor.shape) for tensor in tensors if len(tensor) != size]:
         raise InputError(
             f"a Batch has {size} examples in its first input, but {others[0][0]} in a tensor of "
             f"shape {others[0]}. Pass tensors with the same number of examples."
@@ -121,64 +121,66 @@ class Pages:
 
     def __init__(self, dataset: Iterable[Any]) -> None:
         self._dataset = dataset
-        self._kept: deque[DatasetExample] = deque(maxlen=KEPT)
-        # None stands for the end of the dataset
-        self._ahead: deque[DatasetExample | None] = deque()
+        self._stored: deque[DatasetExample] = deque(maxlen=KEPT)
+        # examples to return before the dataset is read further; None is the end of the dataset
+        self._queue: deque[DatasetExample | None] = deque()
         self._page: list[DatasetExample | None] = []
-        self._source = self._first_time()
+        self._source = self._first_pass()
         #: True if the current page reached the end of the dataset
         self.ended = False
 
     def first(self) -> DatasetExample | None:
         """Return the next example without removing it; None if the dataset is empty."""
         for _ in range(2):  # the end may come first, followed by the beginning
-            if not self._ahead:
-                self._ahead.append(self._read())
-            if self._ahead[0] is not None:
-                return self._ahead[0]
-            self._ahead.popleft()
+            if not self._queue:
+                self._queue.append(self._read_one())
+            if self._queue[0] is not None:
+                return self._queue[0]
+            self._queue.popleft()
         return None
 
     def page(self, again: bool = False) -> Iterator[DatasetExample]:
         """Yield the next examples until the dataset ends; ``again`` starts with the last page."""
         if again:
-            self._ahead.extendleft(reversed(self._page))
+            self._queue.extendleft(reversed(self._page))
         self._page, self.ended = [], False
         self.first()
-        while (example := self._ahead.popleft() if self._ahead else self._read()) is not None:
+        while (example := self._queue.popleft() if self._queue else self._read_one()) is not None:
             self._page.append(example)
             yield example
         self._page.append(None)
         self.ended = True
 
-    def _read(self) -> DatasetExample | None:
+    def _read_one(self) -> DatasetExample | None:
+        """Read one example; at the end, return None and prepare to start again."""
         example = next(self._source, None)
         if example is None:
-            self._source = self._again()
+            self._source = self._restart()
         return example
 
-    def _first_time(self) -> Iterator[DatasetExample]:
-        once = isinstance(self._dataset, Iterator)
-        for example in _examples(self._dataset):
-            if once:
-                self._kept.append(example)
+    def _first_pass(self) -> Iterator[DatasetExample]:
+        """Yield all examples, and store those of an iterator for later passes."""
+        is_iterator = isinstance(self._dataset, Iterator)
+        for example in _numbered_examples(self._dataset):
+            if is_iterator:
+                self._stored.append(example)
             yield example
 
-    def _again(self) -> Iterator[DatasetExample]:
+    def _restart(self) -> Iterator[DatasetExample]:
         if isinstance(self._dataset, Iterator):
-            return iter(tuple(self._kept))
-        return _examples(self._dataset)
+            return iter(tuple(self._stored))
+        return _numbered_examples(self._dataset)
 
 
-def _examples(dataset: Iterable[Any]) -> Iterator[DatasetExample]:
+def _numbered_examples(dataset: Iterable[Any]) -> Iterator[DatasetExample]:
     number = 0
-    for batch in _batches(iter(dataset)):
+    for batch in _read_batches(iter(dataset)):
         for example in examples_of(batch):
             number += 1
             yield example._replace(number=number)
 
 
-def _batches(dataset: Iterator[Any]) -> Iterator[Any]:
+def _read_batches(dataset: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from dataset
     except RuntimeError as error:
@@ -188,7 +190,7 @@ def _batches(dataset: Iterator[Any]) -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class Found(Generic[Seen]):
+class SearchResult(Generic[Seen]):
     """The examples that passed the filter.
 
     Attributes:
@@ -210,7 +212,7 @@ def search(
     views: int,
     view: Callable[[DatasetExample, int], Seen | None],
     again: bool = False,
-) -> Found[Seen]:
+) -> SearchResult[Seen]:
     """Explain examples until enough of them pass the filter, or the dataset ends.
 
     Args:
@@ -221,14 +223,14 @@ def search(
             the example does not pass the filter.
         again: True to repeat the last search from its start. Default: False, continue at its end.
     """
-    found: list[tuple[DatasetExample, list[Seen]]] = []
+    passed: list[tuple[DatasetExample, list[Seen]]] = []
     searched = labelled = 0
     for example in stream.page(again):
         searched += 1
         labelled += example.label is not None
-        seen = [view(example, index) for index in range(views)]
-        if passed := [one for one in seen if one is not None]:
-            found.append((example, passed))
-        if len(found) == count or searched == MOST_SEARCHED:
+        explanations = [view(example, index) for index in range(views)]
+        if shown := [x for x in explanations if x is not None]:
+            passed.append((example, shown))
+        if len(passed) == count or searched == MOST_SEARCHED:
             break
-    return Found(found, searched, stream.ended, labelled)
+    return SearchResult(passed, searched, stream.ended, labelled)

@@ -55,8 +55,8 @@ class BaseFeature:
         visualization_transform: Callable[..., Any] | None,
     ) -> None:
         self.name = name
-        self.baseline_transforms = _listed(baseline_transforms)
-        self.input_transforms = _listed(input_transforms)
+        self.baseline_transforms = _as_list(baseline_transforms)
+        self.input_transforms = _as_list(input_transforms)
         self.visualization_transform = visualization_transform
 
     @staticmethod
@@ -142,11 +142,11 @@ class TextFeature(BaseFeature):
 
     def visualize(self, attribution: Any, data: Any, contribution_frac: float) -> FeatureOutput:
         words = self.visualization_transform(data) if self.visualization_transform else data[0]
-        relevance = _numbers(attribution)
+        relevance = _example_values(attribution)
         relevance = relevance.flatten(1).sum(1) if relevance.dim() > 1 else relevance
-        percent = _percent(relevance, relevance.nan_to_num(0, 0, 0).abs().max())
-        listed = words.tolist() if isinstance(words, Tensor) else words
-        base = words if isinstance(words, Tokens) else [str(word) for word in listed]
+        percent = _as_percent(relevance, relevance.nan_to_num(0, 0, 0).abs().max())
+        labels = words.tolist() if isinstance(words, Tensor) else words
+        base = words if isinstance(words, Tokens) else [str(word) for word in labels]
         return self._output(base, percent, contribution_frac)
 
 
@@ -178,18 +178,18 @@ class GeneralFeature(BaseFeature):
         return "general"
 
     def visualize(self, attribution: Any, data: Any, contribution_frac: float) -> FeatureOutput:
-        values, relevance = _numbers(data), _numbers(attribution)
+        values, relevance = _example_values(data), _example_values(attribution)
         if values.shape != (len(self.categories),) or relevance.shape != values.shape:
             raise InputError(
                 f"the feature {self.name!r} has {len(self.categories)} categories, but its input "
                 f"has shape {tuple(data.shape)}. Pass one number per category."
             )
-        length = relevance.nan_to_num(0, 0, 0).norm()
+        norm = relevance.nan_to_num(0, 0, 0).norm()
         base = [
             f"{category}: {value:.2f}"
             for category, value in zip(self.categories, values.tolist(), strict=True)
         ]
-        return self._output(base, _percent(relevance, length), contribution_frac)
+        return self._output(base, _as_percent(relevance, norm), contribution_frac)
 
 
 class EmptyFeature(BaseFeature):
@@ -225,19 +225,19 @@ class EmptyFeature(BaseFeature):
         return self._output(None, None, contribution_frac)
 
 
-def _listed(transforms: Transforms) -> list[Callable[..., Any]]:
+def _as_list(transforms: Transforms) -> list[Callable[..., Any]]:
     if transforms is None:
         return []
     return [transforms] if callable(transforms) else list(transforms)
 
 
-def _numbers(batch: Tensor) -> Tensor:
+def _example_values(batch: Tensor) -> Tensor:
     """Return the one example of a batch as a float64 tensor on the CPU."""
     return batch.detach().cpu().double()[0]
 
 
-def _percent(relevance: Tensor, whole: Tensor) -> list[float]:
-    """Return relevance in percent of ``whole``, or zeros if ``whole`` is zero."""
-    divisor = torch.where(whole > 0, whole, 1.0)
+def _as_percent(relevance: Tensor, reference: Tensor) -> list[float]:
+    """Return relevance in percent of ``reference``, or zeros if ``reference`` is zero."""
+    divisor = torch.where(reference > 0, reference, 1.0)
     percent: list[float] = (relevance / divisor * 100).tolist()
     return percent

@@ -31,8 +31,9 @@ def class_names(loaded: Loaded, names: Sequence[str] | None) -> list[str]:
     if names is None and config is not None:
         return [str(config.id2label[i]) for i in range(len(config.id2label))]
     if names is None:
-        heads = [m for m in loaded.model.modules() if isinstance(m, nn.Linear)]
-        return [str(i) for i in range(heads[-1].out_features)]
+        # the last linear layer is the classifier
+        linear_layers = [m for m in loaded.model.modules() if isinstance(m, nn.Linear)]
+        return [str(i) for i in range(linear_layers[-1].out_features)]
     return list(names)
 
 
@@ -40,14 +41,14 @@ def common_classes(
     models: Sequence[str], loaded: Sequence[Loaded], names: Sequence[str] | None
 ) -> list[str]:
     """Return the class names of several models; raise if their classes or tokens differ."""
-    if all(each.tokenizer is not None for each in loaded):
-        check_tokenizers(models, [each.tokenizer for each in loaded])
-    first, *others = (class_names(each, names) for each in loaded)
+    if all(entry.tokenizer is not None for entry in loaded):
+        check_tokenizers(models, [entry.tokenizer for entry in loaded])
+    first, *others = (class_names(entry, names) for entry in loaded)
     for model, classes in zip(models[1:], others, strict=True):
-        for index, (one, other) in enumerate(zip(first, classes, strict=False)):
-            if one != other:
+        for index, (own, other) in enumerate(zip(first, classes, strict=False)):
+            if own != other:
                 raise OptionError(
-                    f"class {index} is {one!r} in {models[0]} and {other!r} in {model}. Models on "
+                    f"class {index} is {own!r} in {models[0]} and {other!r} in {model}. Models on "
                     "one page must have the same classes. Name the classes with --labels, or serve "
                     "the models one by one."
                 )
@@ -67,12 +68,12 @@ class TextFiles:
         self._codecs = [Codec(each.tokenizer) for each in loaded]
         self._device = _device(loaded)
         if path.is_file():
-            found: list[tuple[str, int | None]] = [(line, None) for line in read_lines(path)]
+            texts: list[tuple[str, int | None]] = [(line, None) for line in read_lines(path)]
         else:
-            found = [
-                (read_text(file), label) for file, label in _labelled(path, (".txt",), classes)
+            texts = [
+                (read_text(file), label) for file, label in _labeled_files(path, (".txt",), classes)
             ]
-        self._texts = [(written, label) for written, label in found if written.strip()]
+        self._texts = [(text, label) for text, label in texts if text.strip()]
         if not self._texts:
             raise DataError(f"{path} contains no text. Pass a file or folder with text.")
 
@@ -91,7 +92,7 @@ class TextFiles:
                     f"the tokenizers of the models return different tokens for {written!r}. Name "
                     "one tokenizer for all models with --tokenizer, or serve them one by one."
                 )
-            yield Batch(ids[None].to(self._device), _label(label))
+            yield Batch(ids[None].to(self._device), _label_tensor(label))
 
 
 class Images:
@@ -100,7 +101,7 @@ class Images:
     def __init__(self, path: Path, loaded: Sequence[Loaded], classes: Sequence[str]) -> None:
         self._loaded = loaded
         self._device = _device(loaded)
-        self._files = _labelled(path, SUFFIXES, classes)
+        self._files = _labeled_files(path, SUFFIXES, classes)
 
     @property
     def feature(self) -> ImageFeature:
@@ -109,44 +110,44 @@ class Images:
 
     def __iter__(self) -> Iterator[Batch]:
         for file, label in self._files:
-            image, *others = (each.prepared([file]) for each in self._loaded)
+            image, *others = (each.read_images([file]) for each in self._loaded)
             if not all(torch.equal(image, other) for other in others):
                 raise OptionError(
                     f"the models convert {file} to different inputs, in size or normalization. "
                     "Serve the models one by one."
                 )
-            yield Batch(image.to(self._device), _label(label))
+            yield Batch(image.to(self._device), _label_tensor(label))
 
 
 def _device(loaded: Sequence[Loaded]) -> torch.device:
     return next(loaded[0].model.parameters()).device
 
 
-def _label(label: int | None) -> Any:
+def _label_tensor(label: int | None) -> Any:
     return None if label is None else torch.tensor([label])
 
 
-def _labelled(
+def _labeled_files(
     path: Path, suffixes: Sequence[str], classes: Sequence[str]
 ) -> list[tuple[Path, int | None]]:
     """Return files and labels: first the folder's files, then files in subfolders of classes."""
-    top = existing_folder(path, f"files that end in {', '.join(suffixes)}")
+    root = existing_folder(path, f"files that end in {', '.join(suffixes)}")
     numbers = {name: number for number, name in enumerate(classes)}
-    labelled: list[tuple[Path, int | None]] = [(file, None) for file in _files(top, suffixes)]
-    for inner in sorted(p for p in top.iterdir() if p.is_dir() and _files(p, suffixes)):
-        if inner.name not in numbers:
+    labeled: list[tuple[Path, int | None]] = [(file, None) for file in _files(root, suffixes)]
+    for folder in sorted(p for p in root.iterdir() if p.is_dir() and _files(p, suffixes)):
+        if folder.name not in numbers:
             known = ", ".join(list(classes)[:8])
             raise DataError(
-                f"{inner} does not have the name of one of the {len(classes)} classes ({known}, "
+                f"{folder} does not have the name of one of the {len(classes)} classes ({known}, "
                 "...). Rename the folder, or name the classes with --labels."
             )
-        labelled += [(file, numbers[inner.name]) for file in _files(inner, suffixes)]
-    if not labelled:
+        labeled += [(file, numbers[folder.name]) for file in _files(folder, suffixes)]
+    if not labeled:
         raise DataError(
-            f"{top} contains no file that ends in {', '.join(suffixes)}. Pass a folder with files."
+            f"{root} contains no file that ends in {', '.join(suffixes)}. Pass a folder with files."
         )
-    return labelled
+    return labeled
 
 
-def _files(inside: Path, suffixes: Sequence[str]) -> list[Path]:
-    return sorted(p for p in inside.iterdir() if p.is_file() and p.suffix.lower() in suffixes)
+def _files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in suffixes)

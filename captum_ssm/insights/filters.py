@@ -73,7 +73,7 @@ class FilterConfig(NamedTuple):
 
     def checked(self, classes: Sequence[str]) -> FilterConfig:
         """Return the choices with method names as listed; raise unless all are accepted."""
-        method = _method("attribution_method", self.attribution_method)
+        method = _listed_name("attribution_method", self.attribution_method)
         if not isinstance(self.attribution_arguments, Mapping):
             raise OptionError(
                 f"attribution_arguments={self.attribution_arguments!r}. Pass a dict of arguments."
@@ -81,10 +81,10 @@ class FilterConfig(NamedTuple):
         beside = self._checked_beside()
         if self.prediction not in PREDICTIONS:
             raise OptionError(f"prediction={self.prediction!r}: use one of {PREDICTIONS}.")
-        chosen = self.classes
-        if not isinstance(chosen, list | tuple) or any(name not in classes for name in chosen):
+        names = self.classes
+        if not isinstance(names, list | tuple) or any(name not in classes for name in names):
             raise OptionError(
-                f"classes={chosen!r}. Pass a list of names from the visualizer's classes."
+                f"classes={names!r}. Pass a list of names from the visualizer's classes."
             )
         count = self.num_examples
         if type(count) is not int or not 1 <= count <= MOST_EXAMPLES:
@@ -95,17 +95,17 @@ class FilterConfig(NamedTuple):
         beside, checked = self.beside, []
         if not isinstance(beside, list | tuple) or len(beside) > MOST_BESIDE:
             raise OptionError(f"beside={beside!r}. Pass a list of at most {MOST_BESIDE} methods.")
-        for one in beside:
+        for entry in beside:
             if (
-                not isinstance(one, list | tuple)
-                or len(one) != 2
-                or not isinstance(one[1], Mapping)
+                not isinstance(entry, list | tuple)
+                or len(entry) != 2
+                or not isinstance(entry[1], Mapping)
             ):
                 raise OptionError(
-                    f"beside contains {one!r}. Pass pairs of a method and its arguments, such as "
+                    f"beside contains {entry!r}. Pass pairs of a method and its arguments, such as "
                     "('LatimFlow', {'rule': 'frozen'})."
                 )
-            checked.append((_method("beside", one[0]), one[1]))
+            checked.append((_listed_name("beside", entry[0]), entry[1]))
         return checked
 
     def passes(self, predicted: Sequence[OutputScore], actual: OutputScore | None) -> bool:
@@ -120,12 +120,12 @@ class FilterConfig(NamedTuple):
         return (best.index == actual.index) == (self.prediction == "correct")
 
 
-def _method(argument: str, name: Any) -> str:
-    """Return a method's name as it is listed; raise an error on ``argument`` for unknown names."""
+def _listed_name(argument: str, name: Any) -> str:
+    """Return a method's name as the page lists it; for unknown names, blame ``argument``."""
     known = list(ATTRIBUTION_NAMES_TO_METHODS)
-    found = known_as(name, known)
-    if found is None:
+    listed = known_as(name, known)
+    if listed is None:
         raise OptionError(
             f"{argument}={name!r} is not known.{meant(name, known)} Use one of: {', '.join(known)}."
         )
-    return found
+    return listed

@@ -31,9 +31,9 @@ def flow_of(model: Any, ids: Tensor, target: Any, additional: tuple[Any, ...]) -
     """Return the flow of relevance from token ids through a model's layers to a target."""
     subject = find_subject(model, None, None, None, None)
     example = ShownExample(ids, target, additional, None)
-    known = outline(subject, example)
-    graph = graph_of(subject, example, known, _FOLLOWED)
+    outlined = outline(subject, example)
+    graph = graph_of(subject, example, outlined, _FOLLOWED)
     for node in graph["nodes"]:
         if node["position"] is not None:
-            node["position"] = known.real[node["position"]]
-    return Flow(known.layers[0].tokens, graph)
+            node["position"] = outlined.real[node["position"]]
+    return Flow(outlined.layers[0].tokens, graph)

@@ -10,13 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from captum.attr import (
-    Attribution,
-    FeatureAblation,
-    IntegratedGradients,
-    Occlusion,
-    Saliency,
-)
+from captum.attr import Attribution, FeatureAblation, IntegratedGradients, Occlusion, Saliency
 from torch import Tensor
 
 from ..attr import LatimFlow
@@ -65,7 +59,7 @@ _OF_CAPTUM: dict[type[Attribution], dict[str, Config]] = {
 }
 
 
-def _kind(option: Option) -> Config:
+def _argument_type(option: Option) -> Config:
     """Return the argument type for a method's option, such as a choice or a number."""
     if option.name == "baselines":
         return BaselinesConfig(option.default)
@@ -82,16 +76,16 @@ def _kind(option: Option) -> Config:
 _RULES = "Rule balanced shows which tokens mattered, rule frozen which token was copied."
 
 
-def _parameters(entry: Entry) -> ConfigParameters:
+def _method_parameters(entry: Entry) -> ConfigParameters:
     """Return the argument types and the description of a method of this package."""
-    kinds = {option.name: _kind(option) for option in entry.options}
+    types = {option.name: _argument_type(option) for option in entry.options}
     says = entry.says[0].upper() + entry.says[1:] + "."
-    return ConfigParameters(kinds, f"{says} {_RULES}" if "rule" in kinds else says)
+    return ConfigParameters(types, f"{says} {_RULES}" if "rule" in types else says)
 
 
 ATTRIBUTION_METHOD_CONFIG: dict[str, ConfigParameters] = {
     **{method.get_name(): ConfigParameters(kinds) for method, kinds in _OF_CAPTUM.items()},
-    **{entry.method.get_name(): _parameters(entry) for entry in METHODS},
+    **{entry.method.get_name(): _method_parameters(entry) for entry in METHODS},
 }
 
 #: The methods and arguments that a page starts with: one for each question, as in a report.
@@ -101,9 +95,9 @@ RECOMMENDED = [(LatimFlow.get_name(), {"rule": str(rule)}) for rule in QUESTIONS
 _WINDOW = 8
 
 
-def _windows(inputs: tuple[Tensor, ...]) -> dict[str, object]:
+def _occlusion_windows(inputs: tuple[Tensor, ...]) -> dict[str, object]:
     """Return Occlusion's default windows: single tokens or features, or rectangles of an image."""
-    shapes = [_window(tensor) for tensor in inputs]
+    shapes = [_occlusion_window(tensor) for tensor in inputs]
     strides = [
         tuple(
             size if i == 0 or len(shape) < 3 else max(1, size // 2) for i, size in enumerate(shape)
@@ -115,7 +109,8 @@ def _windows(inputs: tuple[Tensor, ...]) -> dict[str, object]:
     return {"sliding_window_shapes": tuple(shapes), "strides": tuple(strides)}
 
 
-def _window(tensor: Tensor) -> tuple[int, ...]:
+def _occlusion_window(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of an occluding window for one input (1, ...), without the batch."""
     sizes = tuple(tensor.shape[1:])
     if len(sizes) < 3:
         return (1, *sizes[1:])  # a number or a token, with all its features
@@ -124,7 +119,7 @@ def _window(tensor: Tensor) -> tuple[int, ...]:
 
 #: Functions from inputs to default arguments, by name of the method.
 DEFAULTS_FROM_INPUTS: dict[str, Callable[[tuple[Tensor, ...]], dict[str, object]]] = {
-    Occlusion.get_name(): _windows,
+    Occlusion.get_name(): _occlusion_windows,
 }
 
 
@@ -141,12 +136,12 @@ def titled(name: str, arguments: Mapping[str, Any]) -> str:
         >>> titled("LatimFlow", {"rule": "balanced", "contrast": None, "zero_bias": False})
         'What mattered? LatimFlow, rule balanced'
     """
-    kinds = parameters_of(name).params
-    given = {
+    types = parameters_of(name).params
+    changed = {
         key: value
         for key, value in arguments.items()
-        if value is not None and value != "" and not (key in kinds and kinds[key].value == value)
+        if value is not None and value != "" and not (key in types and types[key].value == value)
     }
-    called = ", ".join([name, *(f"{key} {value}" for key, value in given.items())])
-    asks = QUESTIONS.get(given.get("rule", "")) if name == LatimFlow.get_name() else None
-    return f"{asks} {called}" if asks else called
+    title = ", ".join([name, *(f"{key} {value}" for key, value in changed.items())])
+    question = QUESTIONS.get(changed.get("rule", "")) if name == LatimFlow.get_name() else None
+    return f"{question} {title}" if question else title

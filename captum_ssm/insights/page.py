@@ -40,6 +40,6 @@ def served_page(policy: str) -> str:
     return filled(_SKELETON, parts)
 
 
-def kept_page(facts: Mapping[str, Any]) -> str:
+def snapshot_page(facts: Mapping[str, Any]) -> str:
     """Return the page as one HTML file, with all scripts and ``facts``, the page's data."""
     return whole_page(_SKELETON, STYLES, SCRIPTS, _TITLE, facts)

@@ -12,11 +12,11 @@ from ..tracing import find_mixers, find_model
 from ..viz.html.pictures import Raster, raster
 
 
-def rasters_of(found: Tensor, grid: tuple[int, int] | None) -> dict[str, Raster]:
+def rasters_of(maps: Tensor, grid: tuple[int, int] | None) -> dict[str, Raster]:
     """Return rasters ``"patches"`` and ``"pixels"`` of an image's relevance.
 
     Args:
-        found: relevance of patches (1, h, w) or of pixels (1, C, H, W). Other shapes have no
+        maps: relevance of patches (1, h, w) or of pixels (1, C, H, W). Other shapes have no
             rasters.
         grid: height and width of the grid of patches; None if the model has no patches.
 
@@ -26,18 +26,18 @@ def rasters_of(found: Tensor, grid: tuple[int, int] | None) -> dict[str, Raster]
         >>> {name: made[:3] for name, made in rasters_of(torch.ones(1, 3, 8, 8), (2, 4)).items()}
         {'patches': (2, 4, 24.0), 'pixels': (8, 8, 3.0)}
     """
-    if found.dim() == 3 and grid is not None:
-        return {"patches": raster(found[0], extremes=True)}
-    if found.dim() != 4:
+    if maps.dim() == 3 and grid is not None:
+        return {"patches": raster(maps[0], extremes=True)}
+    if maps.dim() != 4:
         return {}
-    patches = {} if grid is None else {"patches": raster(patch_sums(found, grid)[0], extremes=True)}
-    return patches | {"pixels": raster(found[0].sum(0), extremes=False)}
+    patches = {} if grid is None else {"patches": raster(patch_sums(maps, grid)[0], extremes=True)}
+    return patches | {"pixels": raster(maps[0].sum(0), extremes=False)}
 
 
-def as_given(found: Tensor, given: Tensor) -> Tensor:
+def in_input_shape(relevance: Tensor, inputs: Tensor) -> Tensor:
     """Return relevance in the shape of the input; a patch's relevance is spread over its pixels."""
-    of_patches = given.dim() == 4 and found.dim() == 3
-    return spread_over_image(found, given) if of_patches else found
+    scores_patches = inputs.dim() == 4 and relevance.dim() == 3
+    return spread_over_image(relevance, inputs) if scores_patches else relevance
 
 
 def patches_of(model: Any, inputs: tuple[Tensor, ...]) -> PatchGrid | None:

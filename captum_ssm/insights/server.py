@@ -62,7 +62,7 @@ class Server:
 
     def __init__(self, api: Api, port: int | None = None, debug: bool = False) -> None:
         api.debug = debug
-        self._http = _listening(api, port or 0, debug)
+        self._http = _open_server(api, port or 0, debug)
         self._thread = threading.Thread(
             target=self._http.serve_forever, args=(_PATIENCE,), name="insights", daemon=True
         )
@@ -126,15 +126,16 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _SILENCE
 
     def do_GET(self) -> None:
-        self._answer("GET")
+        self._respond("GET")
 
     def do_POST(self) -> None:
-        self._answer("POST")
+        self._respond("POST")
 
-    def _answer(self, method: str) -> None:
+    def _respond(self, method: str) -> None:
+        """Answer one HTTP request: an asset, the page, or JSON; refused without the token."""
         address = urlsplit(self.path)
         try:
-            content = self._content()  # before any refusal: an unread body breaks the connection
+            content = self._read_body()  # before any refusal: an unread body breaks the connection
             self._check_origin()
             if method == "GET" and address.path in _ASSETS:
                 return self._send_asset(_ASSETS[address.path])
@@ -144,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
             if _QUESTIONS.get(address.path, ("", ""))[0] != method:
                 reason = f"There is no such page: {method} {address.path}. Open the path / instead."
                 raise _Refusal(HTTPStatus.NOT_FOUND, reason)
-            request = _request(content) if method == "POST" else {}
+            request = _parse_request(content) if method == "POST" else {}
             answer = self.server.api.answer(_QUESTIONS[address.path][1], request)
             self._send(HTTPStatus.OK, "application/json", encoded(answer))
         except _Refusal as refusal:
@@ -173,18 +174,18 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refusal(HTTPStatus.FORBIDDEN, reason)
 
     def _check_token(self, query: str) -> None:
-        given = parse_qs(query).get("token", [""])[-1]
-        if not secrets.compare_digest(given.encode(), self.server.token.encode()):
+        token = parse_qs(query).get("token", [""])[-1]
+        if not secrets.compare_digest(token.encode(), self.server.token.encode()):
             raise _Refusal(
                 HTTPStatus.FORBIDDEN,
                 "The token is missing or wrong. Use the address that serve() printed.",
             )
 
-    def _content(self) -> bytes | None:
+    def _read_body(self) -> bytes | None:
         """Read the request's body; return None if its length is missing, invalid or too large."""
         size = self.headers.get("Content-Length", "")
-        known = size.isdecimal() and len(size) < 9 and int(size) <= _LARGEST_REQUEST
-        return self.rfile.read(int(size)) if known else None
+        is_accepted = size.isdecimal() and len(size) < 9 and int(size) <= _LARGEST_REQUEST
+        return self.rfile.read(int(size)) if is_accepted else None
 
     def _send_asset(self, name: str) -> None:
         kind = _KINDS[name.rpartition(".")[2]]
@@ -210,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
             print(f"insights: {self.command} {path} {status}", file=sys.stderr)
 
 
-def _request(content: bytes | None) -> Mapping[str, Any]:
+def _parse_request(content: bytes | None) -> Mapping[str, Any]:
     """Parse the request's body as a JSON object."""
     if content is None:
         reason = f"Content-Length is missing or too large. Send at most {_LARGEST_REQUEST} bytes."
@@ -225,7 +226,8 @@ def _request(content: bytes | None) -> Mapping[str, Any]:
     return request
 
 
-def _listening(api: Api, port: int, debug: bool) -> _Http:
+def _open_server(api: Api, port: int, debug: bool) -> _Http:
+    """Return a server that listens on the port, or on a free port for 0."""
     try:
         return _Http(api, port, debug)
     except OverflowError:

@@ -19,7 +19,7 @@ from ..explain.knockout import Cut
 from ..viz.html.page import framed
 from .calculation import AttributionCalculation, VisualizationOutput, explanation
 from .config import described
-from .dataset import DatasetExample, Found, Pages, Seen, search
+from .dataset import DatasetExample, Pages, SearchResult, Seen, search
 from .features import BaseFeature
 from .filters import FilterConfig
 from .flow import Flow
@@ -163,7 +163,7 @@ class AttributionVisualizer:
 
     def search(
         self, view: Callable[[DatasetExample, int], Seen | None], again: bool = False
-    ) -> Found[Seen]:
+    ) -> SearchResult[Seen]:
         """Search the dataset until enough examples pass the filter.
 
         Args:
@@ -309,11 +309,11 @@ class AttributionVisualizer:
             WriteError: when the file cannot be written.
         """
         from .api import Api
-        from .page import kept_page
+        from .page import snapshot_page
 
         if type(classes) is not int or classes < 1:
             raise OptionError(f"classes={classes!r}: use a whole number of at least 1.")
-        page = kept_page(Api(self).kept(classes))
+        page = snapshot_page(Api(self).snapshot_data(classes))
         if path is not None:
             file = Path(path)
             make_folder(file.parent)
@@ -359,6 +359,7 @@ class AttributionVisualizer:
         self.close()
 
     def _started(self, debug: bool, port: int | None) -> Server:
+        """Return the server, which is started first if it does not run."""
         from .api import Api
         from .server import Server
 
@@ -372,10 +373,11 @@ class AttributionVisualizer:
         return self._server
 
     def _first_config(self) -> FilterConfig:
+        """Return :data:`RECOMMENDED`, or the first method that fits the first model."""
         obstacles = self.obstacles()
-        first, *beside = RECOMMENDED
-        if obstacles[first[0]][0] is None:
-            return FilterConfig(*first, beside=beside)
+        recommended, *beside = RECOMMENDED
+        if obstacles[recommended[0]][0] is None:
+            return FilterConfig(*recommended, beside=beside)
         for name, reasons in obstacles.items():
             if reasons[0] is None:
                 return FilterConfig(name)

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import OptionError
 
 #: Vocabulary sizes that differ by less may be equal: embeddings are padded to a multiple of 128.
-_FILLED_UP = 128
+_PADDING = 128
 #: Embeddings of vocabularies smaller than this are not padded.
 _SMALL = 1024
 
@@ -24,14 +24,14 @@ def check_sizes(models: Sequence[Any]) -> None:
     sizes = {
         f"{type(model).__name__} (models[{index}])": size
         for index, model in enumerate(models)
-        if (size := _size(model)) is not None
+        if (size := _vocabulary_size(model)) is not None
     }
     for name, size in list(sizes.items())[1:]:
-        first, wanted = next(iter(sizes.items()))
-        filled_up = min(size, wanted) >= _SMALL and abs(size - wanted) < _FILLED_UP
-        if size != wanted and not filled_up:
+        first, first_size = next(iter(sizes.items()))
+        may_be_padded = min(size, first_size) >= _SMALL and abs(size - first_size) < _PADDING
+        if size != first_size and not may_be_padded:
             raise OptionError(
-                f"{first} has a vocabulary of {wanted} tokens, but {name} has {size}, so their "
+                f"{first} has a vocabulary of {first_size} tokens, but {name} has {size}, so their "
                 "token ids mean different words. Pass models with the same tokenizer to one "
                 "visualizer, and the others to a second visualizer."
             )
@@ -39,31 +39,31 @@ def check_sizes(models: Sequence[Any]) -> None:
 
 def check_tokenizers(names: Sequence[str], tokenizers: Sequence[Any]) -> None:
     """Raise if tokenizers assign different ids to a word; ``names`` are the models' names."""
-    first, *others = (_words(tokenizer) for tokenizer in tokenizers)
+    first, *others = (_token_ids(tokenizer) for tokenizer in tokenizers)
     for name, words in zip(names[1:], others, strict=True):
         if first is None or words is None or words == first:
             continue
         word = next(w for w in (*first, *words) if first.get(w) != words.get(w))
         raise OptionError(
             f"{names[0]} and {name} have different vocabularies: {word!r} is "
-            f"{_label(first.get(word))} in the first and {_label(words.get(word))} in the second. "
+            f"{_as_id(first.get(word))} in the first and {_as_id(words.get(word))} in the second. "
             "Name one tokenizer for both with --tokenizer, or serve the models one by one."
         )
 
 
-def _label(number: int | None) -> str:
+def _as_id(number: int | None) -> str:
     return "no token" if number is None else f"token {number}"
 
 
-def _size(model: Any) -> int | None:
+def _vocabulary_size(model: Any) -> int | None:
     size = getattr(getattr(model, "config", None), "vocab_size", None)
     return size if type(size) is int else None
 
 
-def _words(tokenizer: Any) -> dict[str, int] | None:
+def _token_ids(tokenizer: Any) -> dict[str, int] | None:
     """Return the id of each token, or None if the tokenizer has no list of tokens."""
-    found = getattr(tokenizer, "get_vocab", lambda: None)()
-    if found is not None:
-        return dict(found)
-    listed = getattr(tokenizer, "vocab", None)
-    return None if listed is None else {str(word): i for i, word in enumerate(listed)}
+    vocabulary = getattr(tokenizer, "get_vocab", lambda: None)()
+    if vocabulary is not None:
+        return dict(vocabulary)
+    words = getattr(tokenizer, "vocab", None)
+    return None if words is None else {str(word): i for i, word in enumerate(words)}

@@ -69,11 +69,7 @@ def token_faithfulness(
     scores, ranked = masked_scores(maps, mask, "maps", dims=3)
     true = as_flags(gold, scores, "gold")
     rows = [x.flatten(0, 1) if per_row else x.flatten(1) for x in (scores, true, ranked)]
-    measures = (
-        roc_auc(*rows),
-        average_precision(*rows),
-        recall_at_k(rows[0], rows[1], k, rows[2]),
-    )
+    measures = (roc_auc(*rows), average_precision(*rows), recall_at_k(rows[0], rows[1], k, rows[2]))
     if not per_row:
         return Faithfulness(*measures)
     by_row = torch.stack(measures, -1)

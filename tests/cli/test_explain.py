@@ -259,7 +259,7 @@ def test_a_model_that_segments_images(
     mask.write_bytes(png(shown))
     arguments = [str(folder), "--image", str(picture), "--trust-remote-code", "--target", "car"]
     arguments += ["--method", "LatimFlow"]
-    image = load(Source(str(folder), trust_remote_code=True)).prepared([picture])
+    image = load(Source(str(folder), trust_remote_code=True)).read_images([picture])
     with torch.no_grad():
         logits = model(image).logits[0]
     given = logits[1][logits.argmax(0) == 1]

@@ -135,7 +135,7 @@ def test_classifiers_of_sentences_and_of_images(
     for file in files:
         file.write_bytes(png(torch.rand(24, 24, 3)))
     loaded = load(Source(str(vim)))
-    model, images = loaded.model, loaded.prepared(files)
+    model, images = loaded.model, loaded.read_images(files)
 
     def told(*options: object) -> Any:
         return answered(*options, "--target", "1", of=(vim, files[0]))

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from captum_ssm.cli import main
 from captum_ssm.errors import CheckpointError, InputError
-from captum_ssm.explain.image_inputs import for_vim, scene
+from captum_ssm.explain.image_inputs import read_small_image, read_vim
 from captum_ssm.explain.loading import Source, load
 from captum_ssm.models import VisionMamba, bundled
 
@@ -147,9 +147,9 @@ def test_narrow_images(tmp_path: Path) -> None:
     model = VisionMamba(img_size=32, patch_size=16, depth=1, embed_dim=8, num_classes=2)
     for size in ((1, 4000), (4000, 1), (101, 1)):
         pillow.new("RGB", size).save(path)
-        for prepare in (lambda: for_vim(model, path), lambda: scene(path, 32)):
+        for prepare in (lambda: read_vim(model, path), lambda: read_small_image(path, 32)):
             with pytest.raises(InputError, match=rf"w\.png has {size[0]} x {size[1]} pixels"):
                 prepare()
     pillow.new("RGB", (100, 1), (255, 0, 0)).save(path)
-    assert for_vim(model, path).shape == (3, 32, 32)
-    assert scene(path, 32)[:, 5, 5].tolist() == pytest.approx([1, -1, -1], abs=1e-5)
+    assert read_vim(model, path).shape == (3, 32, 32)
+    assert read_small_image(path, 32)[:, 5, 5].tolist() == pytest.approx([1, -1, -1], abs=1e-5)
