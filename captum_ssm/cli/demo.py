@@ -107,6 +107,7 @@ def _print_and_plot(example: Example, out: Path) -> None:
 
 
 def _methods(model: nn.Module) -> list[_Method]:
+    """Return the two compared methods for a model."""
     from ..attr import LatimFlow, LatimNorm
 
     flow, norm = LatimFlow(model), LatimNorm(model)

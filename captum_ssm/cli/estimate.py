@@ -48,11 +48,11 @@ def run(options: argparse.Namespace) -> None:
     if options.chunk_tokens is not None:
         option_sets.append({"chunk_tokens": options.chunk_tokens})
     for rule in ("balanced", "frozen"):
-        for chosen in option_sets:
-            memory = estimate_memory(config, options.tokens, rule=rule, **chosen)
+        for extra in option_sets:
+            memory = estimate_memory(config, options.tokens, rule=rule, **extra)
             sizes = memory.weights, memory.activations, memory.weights + memory.activations
-            fits_it = () if options.gpu is None else ("yes" if memory.fits(options.gpu) else "no",)
+            verdict = () if options.gpu is None else ("yes" if memory.fits(options.gpu) else "no",)
             numbers = (f"{size / _GIB:.2f}" for size in sizes)
-            shown = ", ".join(f"{name}={value}" for name, value in chosen.items()) or "none"
-            print(row.format(rule, shown, *numbers, *fits_it), flush=True)
+            option_text = ", ".join(f"{name}={value}" for name, value in extra.items()) or "none"
+            print(row.format(rule, option_text, *numbers, *verdict), flush=True)
     print("For one example with PyTorch's own functions. Other kernels use different memory.")

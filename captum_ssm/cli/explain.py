@@ -287,13 +287,13 @@ def _explain_answers(options: argparse.Namespace) -> None:
             "least 1 to --generate, or only --answer."
         )
     methods = method_classes(options.method)
-    named, their_options = methods_and_options(methods, options.rule, options.baselines)
-    if len(named) > 1:
+    by_name, their_options = methods_and_options(methods, options.rule, options.baselines)
+    if len(by_name) > 1:
         raise OptionError(
-            f"--method and --rule name {', '.join(named)}, but answers are explained with one "
+            f"--method and --rule name {', '.join(by_name)}, but answers are explained with one "
             "method. Name one."
         )
-    ((name, method),) = named.items()
+    ((name, method),) = by_name.items()
     out = options.out or Path("answers.html")
     check_format(out, FORMATS)
     count = len(options.text or options.file or ()) if out.suffix.lower() in PICTURES else 1

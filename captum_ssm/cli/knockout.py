@@ -106,8 +106,8 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         CaptumSSMError: when an option or the text cannot be used; the message names it.
     """
-    named = options.sources is not None or options.targets is not None
-    for name in () if named else _OF_NAMED:
+    selects_edges = options.sources is not None or options.targets is not None
+    for name in () if selects_edges else _OF_NAMED:
         if getattr(options, name):
             raise OptionError(
                 f"--{name} selects parts of the messages that --from and --to name, but both are "
@@ -132,7 +132,7 @@ def run(options: argparse.Namespace) -> None:
         example = replace(example, names=patch_names(outlined))
     names = list(example.names or ())
     facts = {"model": options.model, "explained": outlined.explained, "tokens": names}
-    if named:
+    if selects_edges:
         cut = _cut_edges(options, loaded, subject, example, outlined, method)
         lines, facts = _cut_lines(cut), facts | _facts_of_cut(cut)
     else:
@@ -208,7 +208,7 @@ def _replacement(typed: str | None, loaded: Loaded, subject: Subject, example: S
     if typed is None or typed == "mean":
         return typed
     other = _read_example(loaded, subject, typed)
-    counts = [each.inputs.shape[1] for each in (other, example)]
+    counts = [x.inputs.shape[1] for x in (other, example)]
     if counts[0] != counts[1]:
         raise OptionError(
             f"--replace {typed!r} has {counts[0]} tokens ({', '.join(other.names or ())}), but the "
@@ -219,6 +219,7 @@ def _replacement(typed: str | None, loaded: Loaded, subject: Subject, example: S
 
 
 def _facts_of_cut(cut: Cut) -> dict[str, Any]:
+    """Return the numbers of a cut for ``--json``."""
     return {
         "before": cut.before,
         "without": cut.without,
@@ -257,6 +258,7 @@ def _strongest_edges(
 
 
 def _edge_lines(edges: list[tuple[Edge, float]], names: Any, outlined: Outline) -> list[str]:
+    """Return the lines to print for edges, each with the measured effect of cutting it."""
     if not edges:
         return ["No message has an effect on the output."]
     chances = [

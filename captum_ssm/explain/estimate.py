@@ -190,6 +190,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and count the outputs that do not share memory with an input."""
         kwargs = kwargs or {}
         arguments = tree_leaves((args, kwargs))
         input_storages = {x.untyped_storage()._cdata for x in arguments if isinstance(x, Tensor)}

@@ -156,26 +156,26 @@ def read_tokens(
 
 def _find_word(option: str, word: str, names: Sequence[str], text: str) -> list[int]:
     """Return the positions of a word's tokens; raise if the text has the word never or twice."""
-    places = []
+    matches = []
     # a word of the text may have several tokens; other words can only be one token, such as <s>
     for first in range(len(names)):
         for last in range(first, len(names) if word in text else first + 1):
             joined = "".join(names[first : last + 1]).strip()
             if joined == word:
-                places.append(list(range(first, last + 1)))
+                matches.append(list(range(first, last + 1)))
             if joined and (len(joined) >= len(word) or not word.startswith(joined)):
                 break
-    if len(places) == 1:
-        return places[0]
-    if not places:
+    if len(matches) == 1:
+        return matches[0]
+    if not matches:
         known = ", ".join(f"{i} {name.strip()!r}" for i, name in enumerate(names))
         raise OptionError(
             f"{option} {word}: the text does not contain this word. The tokens are {known}. Pass a "
             "word of the text, or a position."
         )
-    listed = " and ".join(", ".join(map(str, place)) for place in places)
+    positions = " and ".join(", ".join(map(str, match)) for match in matches)
     raise OptionError(
-        f"{option} {word}: the word occurs {len(places)} times, at {listed}. Pass the position "
+        f"{option} {word}: the word occurs {len(matches)} times, at {positions}. Pass the position "
         "of one of them."
     )
 

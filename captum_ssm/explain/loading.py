@@ -191,9 +191,9 @@ class _Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with or without the special token of the class."""
-        known = self._reader.vocabulary
+        words = self._reader.vocabulary
         if not add_special_tokens:
-            return [known.id_of(word) for word in ([text] if text in known else text_words(text))]
+            return [words.id_of(word) for word in ([text] if text in words else text_words(text))]
         ids: list[int] = self._reader.ids([text_words(text)])[0].tolist()
         return ids
 
@@ -242,10 +242,7 @@ def _load_transformers(source: Source) -> Loaded:
     with naming(f"{source.name}: configuration and weights do not fit"):
         # otherwise transformers' error would not name weights of a wrong shape
         model, info = model_class.from_pretrained(
-            source.name,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **source.options,
+            source.name, output_loading_info=True, ignore_mismatched_sizes=True, **source.options
         )
         check_complete(model, info, source.name)
     model.eval()

@@ -34,9 +34,7 @@ def method_classes(names: list[str] | None) -> list[type[Attribution]]:
 
 
 def methods_and_options(
-    methods: Sequence[type[Attribution]],
-    rules: Sequence[Rule] | None,
-    baselines: str | None,
+    methods: Sequence[type[Attribution]], rules: Sequence[Rule] | None, baselines: str | None
 ) -> tuple[dict[str, type[Attribution]], dict[str, dict[str, Any]]]:
     """Return the arguments ``methods`` and ``options`` of :func:`captum_ssm.compare`.
 
@@ -56,20 +54,20 @@ def methods_and_options(
         >>> options
         {'LatimFlow, frozen': {'rule': 'frozen'}, 'LatimFlow, balanced': {'rule': 'balanced'}}
     """
-    named: dict[str, type[Attribution]] = {}
+    by_name: dict[str, type[Attribution]] = {}
     options: dict[str, dict[str, Any]] = {}
     for method in methods:
         for rule in (rules or ()) if method is LatimFlow else ():
-            named[f"{method.get_name()}, {rule}"] = method
+            by_name[f"{method.get_name()}, {rule}"] = method
             options[f"{method.get_name()}, {rule}"] = {"rule": rule}
         if method is not LatimFlow or not rules:
-            named[method.get_name()] = method
+            by_name[method.get_name()] = method
     if rules and LatimFlow not in methods:
         raise OptionError(
             f"--rule {rules[0]} is an option of LatimFlow. Add --method LatimFlow, or leave it out."
         )
     if baselines is not None:
-        accepting = [name for name, method in named.items() if issubclass(method, LatimFlow)]
+        accepting = [name for name, method in by_name.items() if issubclass(method, LatimFlow)]
         if not accepting:
             raise OptionError(
                 f"--baselines {baselines} is an option of LatimFlow and MambaLRP. Add --method "
@@ -77,11 +75,11 @@ def methods_and_options(
             )
         for name in accepting:
             options.setdefault(name, {})["baselines"] = _parse_baselines(baselines)
-    return named, options
+    return by_name, options
 
 
 def add_option(
-    named: Mapping[str, type[Attribution]],
+    by_name: Mapping[str, type[Attribution]],
     options: dict[str, dict[str, Any]],
     name: str,
     value: Any,
@@ -97,7 +95,7 @@ def add_option(
         >>> options
         {'LatimFlow': {'contrast': 'all'}}
     """
-    accepting = [key for key, method in named.items() if name in _argument_names(method)]
+    accepting = [key for key, method in by_name.items() if name in _argument_names(method)]
     if not accepting:
         methods = ", ".join(m.__name__ for m in OFFERED if name in _argument_names(m))
         raise OptionError(
@@ -109,7 +107,7 @@ def add_option(
 
 
 def name_contrasts(
-    named: Mapping[str, type[Attribution]], options: Mapping[str, dict[str, Any]], contrast: str
+    by_name: Mapping[str, type[Attribution]], options: Mapping[str, dict[str, Any]], contrast: str
 ) -> tuple[dict[str, type[Attribution]], dict[str, dict[str, Any]]]:
     """Return methods and options by new names, which include the contrast of each method with one.
 
@@ -126,7 +124,7 @@ def name_contrasts(
         return f"{name}, against {contrast.strip()}" if has_contrast else name
 
     return (
-        {new_name(name): method for name, method in named.items()},
+        {new_name(name): method for name, method in by_name.items()},
         {new_name(name): method_options for name, method_options in options.items()},
     )
 
@@ -168,4 +166,4 @@ def methods_table(markdown: bool = False) -> str:
     aligned = [
         f"{name.ljust(widths[0])}  {cost.ljust(widths[1])}  {says}" for name, cost, says in rows
     ]
-    return "\n".join([*aligned, "", f"Of Captum: {', '.join(each.__name__ for each in OF_CAPTUM)}"])
+    return "\n".join([*aligned, "", f"Of Captum: {', '.join(m.__name__ for m in OF_CAPTUM)}"])

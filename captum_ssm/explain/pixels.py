@@ -23,10 +23,7 @@ _LIGHT = 128
 
 
 def explained_function(
-    loaded: Loaded,
-    inputs: Any,
-    mask: Path | None = None,
-    pixel: Sequence[int] | None = None,
+    loaded: Loaded, inputs: Any, mask: Path | None = None, pixel: Sequence[int] | None = None
 ) -> Callable[..., Any]:
     """Return the model; for a segmentation model, a function of its mean logits over some pixels.
 

@@ -85,6 +85,7 @@ class Api:
             return data
 
     def _config(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the lists and the state that the page needs when it opens."""
         visualizer = self._visualizer
         return {
             **visualizer.get_insights_config(),
@@ -95,6 +96,7 @@ class Api:
         }
 
     def _examples(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the next examples that pass the filter, and store them for later requests."""
         visualizer = self._visualizer
         visualizer.config = _parse_filter(request)
         result = visualizer.search(self._view, again=bool(request.get("again")))
@@ -113,6 +115,7 @@ class Api:
         }
 
     def _relevance(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the explanation of one class by one method, for an example shown before."""
         visualizer = self._visualizer
         visualizer.config = _parse_filter(request)
         example, model, target = self._requested(request)

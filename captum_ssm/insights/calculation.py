@@ -142,7 +142,7 @@ class AttributionCalculation:
     def _likeliest_classes(self, scores: Tensor) -> list[OutputScore]:
         """Return the classes with the highest of some scores (K,), highest first."""
         if len(scores) == 1:
-            # one number is the probability, or the index, of a class
+            # one number is the probability of class 1, or the index of a class
             return [self.score(float(scores), i) for i in self._class_near(float(scores))]
         if len(scores) > len(self.classes):
             raise InputError(
@@ -343,7 +343,7 @@ def explanation(
         return None
     if target is None and prediction.scores:
         target = prediction.scores[0].index
-    question = (
+    question = (  # the arguments of both relevance() and roles()
         model,
         inputs,
         example.additional,
@@ -362,16 +362,16 @@ def explanation(
     ]
     roles = calculation.roles(*question)
     return VisualizationOutput(
-        outputs,
-        actual,
-        prediction.scores,
-        target,
-        model_index,
-        roles,
-        rasters,
-        titled(name, arguments),
-        method_index,
-        None if sums is None else sums[0].facts,
+        feature_outputs=outputs,
+        actual=actual,
+        predicted=prediction.scores,
+        active_index=target,
+        model_index=model_index,
+        roles=roles,
+        rasters=rasters,
+        method=titled(name, arguments),
+        method_index=method_index,
+        sum=None if sums is None else sums[0].facts,
     )
 
 

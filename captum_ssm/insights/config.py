@@ -181,12 +181,12 @@ class ConfigParameters(NamedTuple):
     help_info: str | None = None
     post_process: Mapping[str, Callable[[Any], Any]] | None = None
 
-    def parse(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Check and convert given arguments, and add the defaults of missing arguments."""
+    def parse(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Check and convert arguments, and add the defaults of missing arguments."""
         post_process = self.post_process or {}
-        values = dict(given)
+        values = dict(arguments)
         for name, kind in self.params.items():
-            value = kind.parse(name, given.get(name, kind.value))
+            value = kind.parse(name, arguments.get(name, kind.value))
             values[name] = post_process[name](value) if name in post_process else value
         return values
 

@@ -223,14 +223,14 @@ def search(
             the example does not pass the filter.
         again: True to repeat the last search from its start. Default: False, continue at its end.
     """
-    passed: list[tuple[DatasetExample, list[Seen]]] = []
+    examples: list[tuple[DatasetExample, list[Seen]]] = []
     searched = labelled = 0
     for example in stream.page(again):
         searched += 1
         labelled += example.label is not None
         explanations = [view(example, index) for index in range(views)]
-        if shown := [x for x in explanations if x is not None]:
-            passed.append((example, shown))
-        if len(passed) == count or searched == MOST_SEARCHED:
+        if passing := [x for x in explanations if x is not None]:
+            examples.append((example, passing))
+        if len(examples) == count or searched == MOST_SEARCHED:
             break
-    return SearchResult(passed, searched, stream.ended, labelled)
+    return SearchResult(examples, searched, stream.ended, labelled)

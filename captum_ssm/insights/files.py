@@ -65,7 +65,7 @@ class TextFiles:
     """
 
     def __init__(self, path: Path, loaded: Sequence[Loaded], classes: Sequence[str]) -> None:
-        self._codecs = [Codec(each.tokenizer) for each in loaded]
+        self._codecs = [Codec(entry.tokenizer) for entry in loaded]
         self._device = _device(loaded)
         if path.is_file():
             texts: list[tuple[str, int | None]] = [(line, None) for line in read_lines(path)]
@@ -110,7 +110,7 @@ class Images:
 
     def __iter__(self) -> Iterator[Batch]:
         for file, label in self._files:
-            image, *others = (each.read_images([file]) for each in self._loaded)
+            image, *others = (entry.read_images([file]) for entry in self._loaded)
             if not all(torch.equal(image, other) for other in others):
                 raise OptionError(
                     f"the models convert {file} to different inputs, in size or normalization. "

@@ -122,10 +122,10 @@ class FilterConfig(NamedTuple):
 
 def _listed_name(argument: str, name: Any) -> str:
     """Return a method's name as the page lists it; for unknown names, blame ``argument``."""
-    known = list(ATTRIBUTION_NAMES_TO_METHODS)
-    listed = known_as(name, known)
-    if listed is None:
+    names = list(ATTRIBUTION_NAMES_TO_METHODS)
+    match = known_as(name, names)
+    if match is None:
         raise OptionError(
-            f"{argument}={name!r} is not known.{meant(name, known)} Use one of: {', '.join(known)}."
+            f"{argument}={name!r} is not known.{meant(name, names)} Use one of: {', '.join(names)}."
         )
-    return listed
+    return match

@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._respond("POST")
 
     def _respond(self, method: str) -> None:
-        """Answer one HTTP request: an asset, the page, or JSON; refused without the token."""
+        """Send an asset, or with the token the page or the JSON answer of :class:`Api`."""
         address = urlsplit(self.path)
         try:
             content = self._read_body()  # before any refusal: an unread body breaks the connection

@@ -99,8 +99,8 @@ class AttributionVisualizer:
         self.classes = list(classes)
         self.features = list(features) if isinstance(features, Sequence) else [features]
         if not self.models or not self.features:
-            what = "features" if self.models else "models"
-            raise OptionError(f"{what} is empty. Pass at least one.")
+            empty = "features" if self.models else "models"
+            raise OptionError(f"{empty} is empty. Pass at least one.")
         check_sizes(self.models)
         self.dataset = dataset
         self.attribution_calculation = AttributionCalculation(

@@ -99,8 +99,8 @@ def iou(counts: Tensor) -> Tensor:
         [0.75, 0.8]
     """
     counts = doubled(counts)
-    both = _diagonal(counts)
-    return both / (counts.sum(-1) + counts.sum(-2) - both)
+    right = _diagonal(counts)
+    return right / (counts.sum(-1) + counts.sum(-2) - right)
 
 
 def mean_iou(counts: Tensor) -> Tensor:

@@ -111,14 +111,14 @@ def image_perturbation(
         )
     order = change_order(maps.flatten(1), most_first=most_first, generator=generator)
     logits, unchanged = [], []
-    for take_part in batch_parts(len(images), internal_batch_size):
-        part = take_part(images)
+    for take_batch in batch_parts(len(images), internal_batch_size):
+        batch = take_batch(images)
         # only images are split with the batch: values per channel (C,) may have the same length
         per_image = isinstance(fill, Tensor) and fill.dim() == 4
-        replacement = filled(part, take_part(fill) if per_image else fill)
-        removed = changed_at_shares(take_part(order), shares).to(images.device)
-        removed = removed.view(len(part), -1, *images.shape[2:])  # (B, F, H, W)
-        unchanged.append(class_logits(forward_func, part))
-        steps = (torch.where(mask[:, None], replacement, part) for mask in removed.unbind(1))
+        replacement = filled(batch, take_batch(fill) if per_image else fill)
+        removed = changed_at_shares(take_batch(order), shares).to(images.device)
+        removed = removed.view(len(batch), -1, *images.shape[2:])  # (B, F, H, W)
+        unchanged.append(class_logits(forward_func, batch))
+        steps = (torch.where(mask[:, None], replacement, batch) for mask in removed.unbind(1))
         logits.append(torch.stack([class_logits(forward_func, x) for x in steps], 1))
     return curves(torch.cat(logits), class_targets(target, torch.cat(unchanged)), shares)

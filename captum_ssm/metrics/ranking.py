@@ -48,7 +48,7 @@ def roc_auc(scores: Tensor, gold: Tensor, mask: Tensor | None = None) -> Tensor:
     false_scores = scores.masked_fill(~false, float("inf")).sort(-1).values
     below = torch.searchsorted(false_scores, scores)
     up_to = torch.searchsorted(false_scores, scores, right=True)
-    wins = (below + up_to).double() / 2  # false units with lower scores, equal ones count half
+    wins = (below + up_to).double() / 2  # the lower false units; an equal one counts 1/2
     pairs = true.sum(-1).double() * false.sum(-1)
     return (wins * true).sum(-1) / pairs  # 0 / 0 is NaN
 

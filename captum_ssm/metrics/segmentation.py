@@ -170,10 +170,7 @@ class SegmentationScores:
     """
 
     def __init__(
-        self,
-        threshold: str | float = "mean",
-        ignored: int | None = -1,
-        ranking: str = "classes",
+        self, threshold: str | float = "mean", ignored: int | None = -1, ranking: str = "classes"
     ) -> None:
         _check_ranking(ranking)
         self.threshold, self.ignored, self.ranking = threshold, ignored, ranking
