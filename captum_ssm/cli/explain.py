@@ -304,7 +304,7 @@ def _explain_answers(options: argparse.Namespace) -> None:
             f"--title is only for pages, and {out} is not a .html file. Leave --title out."
         )
     default_spans, contrast = ("word", "mean") if is_page else ("sentence", "all")
-    accepts_contrast = hasattr(method, "answer_in_turn")
+    accepts_contrast = hasattr(method, "answer_in_turn")  # other methods ignore the contrast
     make_folder(out.parent)
     loaded = load_model(options)
     texts = _read_inputs(loaded, options)

@@ -165,6 +165,7 @@ def _cut_edges(
     outlined: Outline,
     method: EdgeEffects,
 ) -> Cut:
+    """Cut the messages that the options name, all together."""
     from ..explain.knockout import cut_edges
     from ..viz.html.outline import label_of
 

@@ -141,7 +141,7 @@ class _Run:
         return [_Run(step * n, step * m) for n, m in sizes[: 4 + is_eager]]
 
     def terms(self, is_eager: bool) -> list[float]:
-        """Return the numbers to which the parts of the memory are proportional, constant first."""
+        """Return numbers that parts of the memory are proportional to, such as a chunk's tokens."""
         chunks = -(-self.tokens // self.chunk)
         tokens = self.tokens / _STEP  # of the size of the other terms
         size = tokens / chunks
@@ -210,7 +210,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _LiveFakes(Live):  # type: ignore[no-untyped-call]
-    """Counts the bytes of fake tensors; reading one without a known value returns 0 or True."""
+    """Counts the bytes of fake tensors; values that are not known are read as 0 or True."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:

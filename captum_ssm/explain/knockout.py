@@ -125,7 +125,7 @@ def read_tokens(
 
     Args:
         option: the name of the command's option, for errors.
-        given: positions such as ``3`` or ``-1``, words, or a slice such as ``0:4`` or ``:``.
+        items: positions such as ``3`` or ``-1``, words, or a slice such as ``0:4`` or ``:``.
         names: the tokens of the text.
         text: the text.
 
@@ -164,7 +164,7 @@ def _find_word(option: str, word: str, names: Sequence[str], text: str) -> list[
             if joined == word:
                 matches.append(list(range(first, last + 1)))
             if joined and (len(joined) >= len(word) or not word.startswith(joined)):
-                break
+                break  # too long, or a different beginning
     if len(matches) == 1:
         return matches[0]
     if not matches:

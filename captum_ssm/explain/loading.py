@@ -144,6 +144,7 @@ def load(source: Source) -> Loaded:
 def _is_bundled_kind(folder: Path) -> bool:
     """Return True if the folder has a classifier of the kinds ``captum-ssm-bench train`` writes."""
     with suppress(CaptumSSMError, OSError):  # other folders have no such files
+        # an image classifier, or a language model whose vocabulary has the token for classes
         class_names = read_config(folder).get("architectures")
         return any(class_names == [name] for name in PLAIN) or CLS in WordVocabulary.from_json(
             folder / VOCABULARY

@@ -109,7 +109,7 @@ def add_option(
 def name_contrasts(
     by_name: Mapping[str, type[Attribution]], options: Mapping[str, dict[str, Any]], contrast: str
 ) -> tuple[dict[str, type[Attribution]], dict[str, dict[str, Any]]]:
-    """Return methods and options by new names, which include the contrast of each method with one.
+    """Return methods and options by new names: methods with a contrast are named with its text.
 
     Example:
         >>> from captum_ssm import LatimFlow, LatimNorm

@@ -134,6 +134,7 @@ class Api:
         *,
         filtered: bool,
     ) -> dict[str, Any] | None:
+        """Return the fields of an explanation, or of its error; None if the filter excludes it."""
         explain = self._visualizer.explain
         arguments = example, model, target, filtered, method
         response = self._result(model, lambda: _for_page(explain(*arguments)))

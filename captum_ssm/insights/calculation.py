@@ -223,8 +223,8 @@ class AttributionCalculation:
             return {}
         if not tells_roles(kind, options, inputs[0]):
             return {}
-        attributed = target if self.use_label_for_attr else None
-        question = inputs[0], attributed, additional or None
+        explained = target if self.use_label_for_attr else None
+        question = inputs[0], explained, additional or None
         method: Any = kind(model)
         scores = roles_of(decomposition(method, *question, options=options, roles=True))
         largest = max((float(x.abs().max()) for x in scores.values()), default=1.0)

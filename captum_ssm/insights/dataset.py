@@ -144,7 +144,7 @@ class Pages:
         if again:
             self._queue.extendleft(reversed(self._page))
         self._page, self.ended = [], False
-        self.first()
+        self.first()  # skips an end of the dataset that comes first
         while (example := self._queue.popleft() if self._queue else self._read_one()) is not None:
             self._page.append(example)
             yield example
@@ -167,6 +167,7 @@ class Pages:
             yield example
 
     def _restart(self) -> Iterator[DatasetExample]:
+        """Return the examples from the start, or those that are stored of an iterator."""
         if isinstance(self._dataset, Iterator):
             return iter(tuple(self._stored))
         return _numbered_examples(self._dataset)
@@ -181,6 +182,7 @@ def _numbered_examples(dataset: Iterable[Any]) -> Iterator[DatasetExample]:
 
 
 def _read_batches(dataset: Iterator[Any]) -> Iterator[Any]:
+    """Yield the batches; a StopIteration inside a generator also ends the dataset."""
     try:
         yield from dataset
     except RuntimeError as error:
