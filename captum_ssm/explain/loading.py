@@ -78,7 +78,7 @@ class Loaded:
 
     Example:
         >>> from captum_ssm.explain.loading import Source, load
-        >>> loaded = load(Source("recall-mamba")).on("cpu", "float64")
+        >>> loaded = load(Source("recall-mamba")).move_to("cpu", "float64")
         >>> loaded.model.dtype, loaded.is_language
         (torch.float64, True)
     """
