@@ -16,7 +16,7 @@ from .._optional import optional
 from ..errors import CaptumSSMError, DataNotFoundError, OptionError
 from ..models import load_vim, load_vmamba
 from ..models.bundled import BUNDLED, weights_of
-from ..models.checkpoints import check_complete, check_counts, naming, read_checkpoint
+from ..models.checkpoints import as_checkpoint_error, check_complete, check_counts, read_checkpoint
 from ..models.folders import PLAIN, VOCABULARY, load_folder, read_config
 from ..models.sentences import CLASS_WORDS, CLS, TextReader, text_words
 from ..models.vocabulary import WordVocabulary
@@ -213,9 +213,9 @@ def config_of(source: Source) -> Any:
             f"({', '.join(BUNDLED)}).{meant(source.name, BUNDLED)} To download a model of this "
             "name from the hub, add --hub."
         )
-    with naming(f"{source.name} has no usable configuration"):
-        config_dict, _ = transformers.PretrainedConfig.get_config_dict(name, **source.options)
-        check_counts(config_dict, f"The configuration of {source.name}")
+    with as_checkpoint_error(f"{source.name} has no usable configuration"):
+        plain, _ = transformers.PretrainedConfig.get_config_dict(name, **source.options)
+        check_counts(plain, f"The configuration of {source.name}")
         return transformers.AutoConfig.from_pretrained(name, **source.options)
 
 
@@ -239,8 +239,8 @@ def _load_transformers(source: Source) -> Loaded:
     name, auto = match
     is_remote = source.trust_remote_code and auto in (getattr(config, "auto_map", None) or {})
     # by class name, because other packages replace the entries of transformers' Auto classes
-    model_class = getattr(transformers, auto if is_remote else name, getattr(transformers, auto))
-    with naming(f"{source.name}: configuration and weights do not fit"):
+    model_class = getattr(transformers, auto if remote else kind, getattr(transformers, auto))
+    with as_checkpoint_error(f"{source.name}: configuration and weights do not fit"):
         # otherwise transformers' error would not name weights of a wrong shape
         model, info = model_class.from_pretrained(
             source.name, output_loading_info=True, ignore_mismatched_sizes=True, **source.options

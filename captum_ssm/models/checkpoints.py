@@ -21,7 +21,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 #: Largest accepted numbers of layers, experts and classes in a configuration. Building so many
 #: modules takes time and memory, before the sizes of the weights are checked.
-_MOST = {
+_LIMITS = {
     "num_hidden_layers": 4096,
     "num_layers": 4096,
     "n_layers": 4096,
@@ -32,8 +32,8 @@ _MOST = {
     "n_routed_experts": 65_536,
     "num_labels": 1_000_000,
 }
-#: The greatest number of keys that an error lists.
-_SHOWN = 8
+#: The largest number of keys that an error lists.
+_MOST_LISTED = 8
 
 
 def check_counts(settings: object, where: str) -> dict[str, Any]:
@@ -53,9 +53,9 @@ def check_counts(settings: object, where: str) -> dict[str, Any]:
     for name, value in settings.items():
         if isinstance(value, dict):
             check_counts(value, where)
-        elif name in _MOST and isinstance(value, int | float) and not value <= _MOST[name]:
+        elif name in _LIMITS and isinstance(value, int | float) and not value <= _LIMITS[name]:
             raise CheckpointError(
-                f"{where} has {name} = {value}; at most {_MOST[name]} are accepted. Correct the "
+                f"{where} has {name} = {value}; at most {_LIMITS[name]} are accepted. Correct the "
                 "number, or download the file again."
             )
     return settings
@@ -79,9 +79,9 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
         content = read_safetensors(path, str(path))
     else:
         # published training scripts save their command line or plain bytes with the weights
-        allow = getattr(torch.serialization, "safe_globals", None)
+        safe_globals = getattr(torch.serialization, "safe_globals", None)  # not in torch 2.4
         harmless: list[Any] = [argparse.Namespace, io.BytesIO]
-        with nullcontext() if allow is None else allow(harmless):
+        with nullcontext() if safe_globals is None else safe_globals(harmless):
             try:
                 content = torch.load(path, map_location="cpu", weights_only=True)
             except pickle.UnpicklingError as error:
@@ -114,18 +114,18 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
 
 
 def tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """Map each weight name that is not stored to the stored name of the same shared parameter."""
-    own = dict(model.named_parameters(remove_duplicate=False))
-    stored = {id(own[name]): name for name in weights if name in own}
+    """Map names that ``weights`` lacks to the stored names of the same shared parameters."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    stored_names = {id(parameters[name]): name for name in weights if name in parameters}
     return {
-        name: stored[id(parameter)]
-        for name, parameter in own.items()
-        if name not in weights and id(parameter) in stored
+        name: stored_names[id(parameter)]
+        for name, parameter in parameters.items()
+        if name not in weights and id(parameter) in stored_names
     }
 
 
-def filled(
-    path: str | Path, kind: str, make: Callable[[], Model], weights: dict[str, Tensor]
+def build_model(
+    path: str | Path, kind: str, build: Callable[[], Model], weights: dict[str, Tensor]
 ) -> Model:
     """Build a model from its weights, load them, and return it in evaluation mode.
 
@@ -140,7 +140,7 @@ def filled(
     """
     try:
         with torch.device("meta"):  # the weights come from the file
-            model = make()
+            model = build()
         for name, stored in tied_names(model, weights).items():
             weights[name] = weights[stored]
         check_fit(model.state_dict(), weights)
@@ -153,33 +153,33 @@ def filled(
 
 def _check_tied(model: nn.Module, weights: Weights) -> None:
     """Raise if the file has two different weights for one shared parameter."""
-    first: dict[int, str] = {}
+    name_of: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        one = first.setdefault(id(parameter), name)
-        if one != name and not torch.equal(weights[one], weights[name]):
+        first = name_of.setdefault(id(parameter), name)
+        if first != name and not torch.equal(weights[first], weights[name]):
             raise CheckpointError(
-                f"{one!r} and {name!r} are different, but this model class shares one parameter "
+                f"{first!r} and {name!r} are different, but this model class shares one parameter "
                 "for both. Save the model with shared weights."
             )
 
 
-def check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Raise if the model's weights ``wanted`` and the file's ``found`` differ in name or shape."""
+def check_fit(expected: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
+    """Raise if weights ``expected`` by a model and ``stored`` in a file differ in name or shape."""
     complaints = [
-        _listed("it lacks", [repr(k) for k in wanted if k not in found]),
-        _listed("it has the unknown weights", [repr(k) for k in found if k not in wanted]),
+        _listed("it lacks", [repr(k) for k in expected if k not in stored]),
+        _listed("it has the unknown weights", [repr(k) for k in stored if k not in expected]),
         _listed(
             "shapes differ in",
             [
-                f"{k!r} ({tuple(found[k].shape)} instead of {tuple(w.shape)})"
-                for k, w in wanted.items()
-                if k in found and found[k].shape != w.shape
+                f"{k!r} ({tuple(stored[k].shape)} instead of {tuple(w.shape)})"
+                for k, w in expected.items()
+                if k in stored and stored[k].shape != w.shape
             ],
         ),
     ]
     if any(complaints):
-        found_wrong = "; ".join(c for c in complaints if c)
-        raise CheckpointError(f"{found_wrong}. Pass weights that were saved from such a model.")
+        message = "; ".join(c for c in complaints if c)
+        raise CheckpointError(f"{message}. Pass weights that were saved from such a model.")
 
 
 def shape_of(weights: Weights, key: str, dims: int) -> torch.Size:
@@ -195,10 +195,10 @@ def shape_of(weights: Weights, key: str, dims: int) -> torch.Size:
     return shape
 
 
-def layers_of(weights: Weights, prefix: str) -> int:
+def layer_count(weights: Weights, prefix: str) -> int:
     """Return the number of layers: 1 plus the largest index that follows the prefix in names."""
-    numbers = [key.removeprefix(prefix).split(".")[0] for key in weights if key.startswith(prefix)]
-    return 1 + max((int(n) for n in numbers if n.isdigit()), default=0)
+    indices = [key.removeprefix(prefix).split(".")[0] for key in weights if key.startswith(prefix)]
+    return 1 + max((int(n) for n in indices if n.isdigit()), default=0)
 
 
 def check_sizes(**sizes: int) -> None:
@@ -217,9 +217,9 @@ def check_complete(model: nn.Module, loading_info: Mapping[str, Any], where: str
             not count as missing.
         where: the checkpoint's name, for the error.
     """
-    kept = model.state_dict().keys()  # buffers that are never saved cannot be missed
+    saved = model.state_dict().keys()  # buffers that are never saved cannot be missed
     complaints = [
-        _listed("they lack", [repr(k) for k in sorted(loading_info["missing_keys"]) if k in kept]),
+        _listed("they lack", [repr(k) for k in sorted(loading_info["missing_keys"]) if k in saved]),
         _listed("shapes differ in", _misshapen(model, loading_info.get("mismatched_keys", ()))),
     ]
     if any(complaints):
@@ -231,14 +231,14 @@ def check_complete(model: nn.Module, loading_info: Mapping[str, Any], where: str
 
 
 def _misshapen(model: nn.Module, mismatched: Iterable[Any]) -> list[str]:
-    """Describe weights with a wrong shape; transformers 4 reports their names, not the shapes."""
-    named = [(x, "another") if isinstance(x, str) else (x[0], tuple(x[1])) for x in mismatched]
+    """Describe wrong shapes, from names (transformers 4) or tuples (name, stored shape, shape)."""
+    pairs = [(x, "another") if isinstance(x, str) else (x[0], tuple(x[1])) for x in mismatched]
     own = model.state_dict()
-    return [f"{k!r} ({a} instead of {tuple(own[k].shape)})" for k, a in sorted(named)]
+    return [f"{k!r} ({shape} instead of {tuple(own[k].shape)})" for k, shape in sorted(pairs)]
 
 
 @contextmanager
-def naming(message: str) -> Iterator[None]:
+def as_checkpoint_error(message: str) -> Iterator[None]:
     """Convert errors of other packages inside the ``with`` to a CheckpointError.
 
     Raises:
@@ -250,12 +250,13 @@ def naming(message: str) -> Iterator[None]:
     except (CaptumSSMError, ImportError, OSError, MemoryError):
         raise
     except Exception as error:
-        found = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{message} ({found}). Correct or replace its files.") from error
+        original = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{message} ({original}). Correct or replace its files.") from error
 
 
-def _listed(what: str, items: list[str]) -> str:
+def _listed(intro: str, items: list[str]) -> str:
+    """Return ``intro``, the first items and the number of the others; "" without items."""
     if not items:
         return ""
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return f"{what} {', '.join(items[:_SHOWN])}{more}"
+    rest = f" and {len(items) - _MOST_LISTED} more" if len(items) > _MOST_LISTED else ""
+    return f"{intro} {', '.join(items[:_MOST_LISTED])}{rest}"

@@ -37,9 +37,9 @@ def read_image(path: Path) -> Tensor:
     """Read an image file as RGB; return a tensor (3, H, W) of dtype uint8."""
     pillow = optional("PIL.Image", "pillow", f"Reading {path}")
     try:
-        with pillow.open(path) as opened:
-            check_pixels(str(path), opened.size)
-            pixels = np.array(opened.convert("RGB"))
+        with pillow.open(path) as image:
+            check_pixels(str(path), image.size)
+            pixels = np.array(image.convert("RGB"))
     except DataError:
         raise
     except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:

@@ -1,4 +1,4 @@
-"""The perceptron of several models, and the size of their initial weights."""
+"""The perceptron of several models, and the scale of their initial weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import OrderedDict
 from torch import nn
 
 #: Standard deviation of initial weights.
-SMALL = 0.02
+INIT_STD = 0.02
 
 
 def perceptron(width: int, hidden: int, approximate: str = "none") -> nn.Sequential:

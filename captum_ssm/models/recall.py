@@ -137,10 +137,10 @@ def parse_prompt(text: str) -> Example:
     """
     words = tuple(text.split())
     tokens = tuple(recall_vocabulary().encode(text))
-    stated, question = words[:-4], words[-4:]
+    fact_words, question = words[:-4], words[-4:]
     asked_name = question[1] if len(question) == 4 else ""
-    asks = asked_name in NAMES and question == (ASK, asked_name, VERB, ARTICLE)
-    if not asks or ASK in stated:
+    is_question = asked_name in NAMES and question == (ASK, asked_name, VERB, ARTICLE)
+    if not is_question or ASK in fact_words:
         raise InputError(
             f"text={text!r}: a prompt must end in one question '{ASK} NAME {VERB} {ARTICLE}'. Pass "
             f"facts and a question, such as 'anna owns the lamp {STOP} {ASK} anna owns the'."
@@ -148,8 +148,8 @@ def parse_prompt(text: str) -> Example:
 
     facts: list[Fact] = []
     start = 0
-    while start < len(stated):
-        if STOP not in stated[start:]:
+    while start < len(fact_words):
+        if STOP not in fact_words[start:]:
             raise InputError(f"text={text!r}: add the missing '{STOP}' after the last fact.")
         stop = words.index(STOP, start)
         facts.append(_parse_fact(words, start, stop))
@@ -160,21 +160,22 @@ def parse_prompt(text: str) -> Example:
             f"text={text!r} has {named.count(asked_name)} facts about {asked_name!r}, for whom the "
             "question asks. State exactly one."
         )
-    return Example(words, tokens, tuple(facts), named.index(asked_name), len(stated) + 1)
+    return Example(words, tokens, tuple(facts), named.index(asked_name), len(fact_words) + 1)
 
 
 def _parse_fact(words: Sequence[str], start: int, stop: int) -> Fact:
     """Parse the fact ``[FILLER ...] NAME owns the [ADJECTIVE] OBJECT`` in ``words[start:stop]``."""
-    first = start
-    while first < stop and words[first] in FILLERS:
-        first += 1
-    body = list(words[first:stop])
-    plain = [word for i, word in enumerate(body) if not (i == 3 and word in ADJECTIVES)]
+    name_position = start
+    while name_position < stop and words[name_position] in FILLERS:
+        name_position += 1
+    body = list(words[name_position:stop])
+    # NAME owns the ADJECTIVE OBJECT: the adjective is word 3
+    without_adjective = [word for i, word in enumerate(body) if not (i == 3 and word in ADJECTIVES)]
     well_formed = (
-        len(plain) == 4
-        and plain[0] in NAMES
-        and plain[1:3] == [VERB, ARTICLE]
-        and plain[3] in OBJECTS
+        len(without_adjective) == 4
+        and without_adjective[0] in NAMES
+        and without_adjective[1:3] == [VERB, ARTICLE]
+        and without_adjective[3] in OBJECTS
     )
     if not well_formed:
         raise InputError(
@@ -182,7 +183,7 @@ def _parse_fact(words: Sequence[str], start: int, stop: int) -> Fact:
             f"'[FILLER ...] NAME {VERB} {ARTICLE} [ADJECTIVE] OBJECT {STOP}', such as "
             f"'today anna {VERB} {ARTICLE} red lamp {STOP}'."
         )
-    return Fact(plain[0], plain[3], first, stop - 1)
+    return Fact(without_adjective[0], without_adjective[3], name_position, stop - 1)
 
 
 def generate(count: int, seed: int | random.Random, n_facts: int | None = None) -> list[Example]:
@@ -213,14 +214,15 @@ def generate(count: int, seed: int | random.Random, n_facts: int | None = None) 
     if count < 0:
         raise OptionError(f"count={count}: use 0 or more.")
     rng = seed if isinstance(seed, random.Random) else random.Random(seed)
-    return [_draw(rng, n_facts) for _ in range(count)]
+    return [_draw_prompt(rng, n_facts) for _ in range(count)]
 
 
-def _draw(rng: random.Random, n_facts: int | None) -> Example:
-    n = rng.randint(MIN_FACTS, MAX_FACTS) if n_facts is None else n_facts
+def _draw_prompt(rng: random.Random, n_facts: int | None) -> Example:
+    """Draw a prompt with ``n_facts`` facts; None for a random number of facts."""
+    fact_count = rng.randint(MIN_FACTS, MAX_FACTS) if n_facts is None else n_facts
     words: list[str] = []
     facts: list[Fact] = []
-    for name in rng.sample(NAMES, n):
+    for name in rng.sample(NAMES, fact_count):
         words += rng.choices(FILLERS, k=rng.randint(0, MAX_FILLERS))
         name_position = len(words)
         words += [name, VERB, ARTICLE]
@@ -229,10 +231,10 @@ def _draw(rng: random.Random, n_facts: int | None) -> Example:
         value = rng.choice(OBJECTS)
         facts.append(Fact(name, value, name_position, len(words)))
         words += [value, STOP]
-    asked = rng.randrange(n)
-    words += [ASK, facts[asked].name, VERB, ARTICLE]
+    asked_index = rng.randrange(fact_count)
+    words += [ASK, facts[asked_index].name, VERB, ARTICLE]
     tokens = tuple(recall_vocabulary().encode(" ".join(words)))
-    return Example(tuple(words), tokens, tuple(facts), asked, len(words) - 3)
+    return Example(tuple(words), tokens, tuple(facts), asked_index, len(words) - 3)
 
 
 @torch.no_grad()
@@ -260,14 +262,14 @@ def accuracy(model: torch.nn.Module, examples: Sequence[Example], batch_size: in
         raise InputError("examples is empty. Pass at least one prompt.")
     if batch_size < 1:
         raise OptionError(f"batch_size={batch_size}: use 1 or more.")
-    device, pad, right = next(model.parameters()).device, recall_vocabulary().pad_id, 0
+    device, pad, right_count = next(model.parameters()).device, recall_vocabulary().pad_id, 0
     for start in range(0, len(examples), batch_size):
-        some = examples[start : start + batch_size]
-        width = max(len(x.tokens) for x in some)
+        batch = examples[start : start + batch_size]
+        width = max(len(x.tokens) for x in batch)
         # padded on the left, so that the last token of each row ends the question
-        rows = [[pad] * (width - len(x.tokens)) + list(x.tokens) for x in some]
+        rows = [[pad] * (width - len(x.tokens)) + list(x.tokens) for x in batch]
         ids = torch.tensor(rows, device=device)
         logits = model(input_ids=ids, attention_mask=(ids != pad).long()).logits
         answers = logits[:, -1].argmax(-1).tolist()
-        right += sum(answer == x.answer_id for answer, x in zip(answers, some, strict=True))
-    return right / len(examples)
+        right_count += sum(answer == x.answer_id for answer, x in zip(answers, batch, strict=True))
+    return right_count / len(examples)

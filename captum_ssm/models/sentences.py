@@ -58,8 +58,8 @@ def class_vocabulary(texts: Iterable[Sequence[str]], least: int = 1) -> WordVoca
         ['<pad>', '<unk>', '<cls>', '<negative>', '<positive>', 'a', 'film']
     """
     counts = Counter(word for words in texts for word in words)
-    kept = sorted(word for word, count in counts.items() if count >= least)
-    return WordVocabulary([PAD, UNKNOWN, CLS, *CLASS_WORDS, *kept])
+    frequent = sorted(word for word, count in counts.items() if count >= least)
+    return WordVocabulary([PAD, UNKNOWN, CLS, *CLASS_WORDS, *frequent])
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class TextReader:
         mark, word_id = [self.mark_id], self.vocabulary.id_of
         rows = []
         for words in texts:
-            read = [word_id(word) for word in words[: self.longest]]
-            rows.append(mark + read if self.encoder else read + mark)
+            word_ids = [word_id(word) for word in words[: self.longest]]
+            rows.append(mark + word_ids if self.encoder else word_ids + mark)
         width = max(map(len, rows))
         padded = [row + [self.vocabulary.pad_id] * (width - len(row)) for row in rows]
         return torch.tensor(padded, device=device)
@@ -138,11 +138,11 @@ class TextReader:
                 after the mark.
             embedded: embeddings (B, L, E) that replace the embeddings of ``ids``. Default: None.
         """
-        given = {"input_ids": ids} if embedded is None else {"inputs_embeds": embedded}
+        model_input = {"input_ids": ids} if embedded is None else {"inputs_embeds": embedded}
         if self.encoder:
             mask = (ids != self.vocabulary.pad_id).long()
-            found: Tensor = model(**given, attention_mask=mask).logits
-            return found
-        logits: Tensor = model(**given, use_cache=False).logits
+            logits: Tensor = model(**model_input, attention_mask=mask).logits
+            return logits
+        word_logits: Tensor = model(**model_input, use_cache=False).logits  # (B, L, V)
         rows = torch.arange(len(ids), device=ids.device)
-        return logits[rows, self.mark(ids)][:, list(self.classes)]
+        return word_logits[rows, self.mark(ids)][:, list(self.classes)]

@@ -87,10 +87,10 @@ class WordVocabulary:
         Raises:
             InputError: when the vocabulary has neither the word nor ``<unk>``.
         """
-        found = self._ids.get(word, self._ids.get(UNKNOWN))
-        if found is None:
+        word_id = self._ids.get(word, self._ids.get(UNKNOWN))
+        if word_id is None:
             raise InputError(f"unknown word {word!r}. Use words of {' '.join(self.vocab)}")
-        return found
+        return word_id
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of the whitespace-separated words of ``text``.

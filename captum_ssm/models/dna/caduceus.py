@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...errors import OptionError
-from ..perceptron import SMALL
+from ..perceptron import INIT_STD
 from ..vim import VimMixer
 from .common import Backbone, DNAModel, on_both
 
@@ -77,10 +77,10 @@ class StrandsMixer(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the mixer's output for both strands (B, L, 2 E), in the same shape."""
-        one, other = hidden_states.chunk(2, -1)
+        strand, complement = hidden_states.chunk(2, -1)
         # both strands in one batch: one call takes half the time of two
-        one, other = self.submodule(torch.cat([one, other.flip(1, 2)])).chunk(2)
-        return torch.cat([one, other.flip(1, 2)], -1)
+        strand, complement = self.submodule(torch.cat([strand, complement.flip(1, 2)])).chunk(2)
+        return torch.cat([strand, complement.flip(1, 2)], -1)
 
 
 class StrandsNorm(nn.Module):
@@ -162,10 +162,10 @@ class StrandsHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (B, L, V) for the last hidden states (B, L, 2 E)."""
-        one, other = x.chunk(2, -1)
+        strand, complement = x.chunk(2, -1)
         weight = self.lm_head.weight
-        of_other = F.linear(other.flip(-1), weight[self.complement_map])
-        return F.linear(one, weight) + of_other
+        complement_logits = F.linear(complement.flip(-1), weight[self.complement_map])
+        return F.linear(strand, weight) + complement_logits
 
 
 class CaduceusBlock(nn.Module):
@@ -251,7 +251,7 @@ class Caduceus(DNAModel):
         **mixer_options: Any,
     ) -> None:
         super().__init__()
-        self._check(POOLS, pool, d_model=d_model, n_layer=n_layer, vocab_size=vocab_size)
+        self._set_pool(POOLS, pool, d_model=d_model, n_layer=n_layer, vocab_size=vocab_size)
         if rcps and len(complements) != vocab_size:
             raise OptionError(
                 f"complements has {len(complements)} entries, but vocab_size={vocab_size}. Pass "
@@ -262,39 +262,39 @@ class Caduceus(DNAModel):
         def norm() -> nn.Module:
             return (nn.RMSNorm if rms_norm else nn.LayerNorm)(d_model, eps=norm_epsilon)
 
-        def both(norm: nn.Module) -> nn.Module:
+        def for_strands(norm: nn.Module) -> nn.Module:
             return StrandsNorm(norm) if rcps and not fused else norm
 
         def block() -> nn.Module:
-            one = BiMamba(d_model, **mixer_options)
-            with torch.no_grad():
-                one.mamba_fwd.out_proj.weight /= math.sqrt(n_layer)
-            mixer = StrandsMixer(one) if rcps else one
-            return CaduceusBlock(both(norm()), mixer, exchange=rcps and fused)
+            strand_mixer = BiMamba(d_model, **mixer_options)
+            with torch.no_grad():  # mamba_rev has the same out_proj
+                strand_mixer.mamba_fwd.out_proj.weight /= math.sqrt(n_layer)
+            mixer = StrandsMixer(strand_mixer) if rcps else strand_mixer
+            return CaduceusBlock(for_strands(norm()), mixer, exchange=rcps and fused)
 
         embeddings: Any = nn.Embedding(vocab_size, d_model)
         if rcps:
             embeddings = StrandsEmbedding(vocab_size, d_model, complements)
         layers = [block() for _ in range(n_layer)]
-        last = {"norm_f": both(norm())}
-        backbone = Backbone(embeddings, layers, last, by_strand=rcps and fused)
+        last_norm = {"norm_f": for_strands(norm())}
+        backbone = Backbone(embeddings, layers, last_norm, by_strand=rcps and fused)
         self.caduceus: Any = nn.ModuleDict({"backbone": backbone})
-        table = embeddings.embedding if rcps else embeddings
-        nn.init.normal_(table.weight, std=SMALL)
+        token_embedding = embeddings.embedding if rcps else embeddings
+        nn.init.normal_(token_embedding.weight, std=INIT_STD)
         if num_classes is not None:
             self.score = nn.Linear(d_model, num_classes, bias=False)
-            nn.init.normal_(self.score.weight, std=SMALL)
+            nn.init.normal_(self.score.weight, std=INIT_STD)
         elif rcps:
             self.lm_head: Any = StrandsHead(d_model, vocab_size, complements)
-            self.lm_head.lm_head.weight = table.weight
+            self.lm_head.lm_head.weight = token_embedding.weight
         else:
             self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
-            self.lm_head.weight = table.weight
+            self.lm_head.weight = token_embedding.weight
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the layer that embeds the tokens."""
-        found: nn.Module = self.caduceus["backbone"].embeddings["word_embeddings"]
-        return found
+        layer: nn.Module = self.caduceus["backbone"].embeddings["word_embeddings"]
+        return layer
 
     def _logits(self, x: Tensor) -> Tensor:
         x = self.caduceus["backbone"](x)
@@ -304,7 +304,7 @@ class Caduceus(DNAModel):
         if not self.rcps:
             logits = self.score(self._pooled(x))
             return logits
-        one, other = x.chunk(2, -1)
-        both = self._pooled(one) + self._pooled(other.flip(1, 2))
-        logits = self.score(both) / 2
+        strand, complement = x.chunk(2, -1)
+        pooled = self._pooled(strand) + self._pooled(complement.flip(1, 2))
+        logits = self.score(pooled) / 2
         return logits

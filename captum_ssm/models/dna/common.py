@@ -56,7 +56,7 @@ class DNAModel(nn.Module):
         """Return the layer that embeds the tokens."""
         raise NotImplementedError
 
-    def _check(self, pools: Sequence[str], pool: str, **sizes: int) -> None:
+    def _set_pool(self, pools: Sequence[str], pool: str, **sizes: int) -> None:
         """Set the pooling; raise if it is unknown, or if one of ``sizes`` is below 1."""
         self.pool = choice("pool", pool, pools)
         check_sizes(**sizes)
@@ -91,10 +91,11 @@ class DNAModel(nn.Module):
         return self._logits(embedded)
 
     def _logits(self, x: Tensor) -> Tensor:
+        """Return logits of tokens (B, L, V), or of classes (B, classes), for embeddings."""
         raise NotImplementedError
 
 
 def on_both(module: nn.Module, x: Tensor) -> Tensor:
-    """Apply a module to each half of the channels, with the second half reversed."""
-    one, other = x.chunk(2, -1)
-    return torch.cat([module(one), module(other.flip(1, 2)).flip(1, 2)], -1)
+    """Apply a module to both halves of the channels, the second in reverse order of both dims."""
+    strand, complement = x.chunk(2, -1)
+    return torch.cat([module(strand), module(complement.flip(1, 2)).flip(1, 2)], -1)

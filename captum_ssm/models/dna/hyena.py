@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import InputError
-from ..perceptron import SMALL, perceptron
+from ..perceptron import INIT_STD, perceptron
 from .common import Backbone, DNAModel
 
 #: The value to which the released models' windows, which multiply the filters, decay.
@@ -56,8 +56,8 @@ class _Window(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        slow, fast = math.log(_FALLS_TO) / _SLOWEST, math.log(_FALLS_TO) / _FASTEST
-        self.register_buffer("deltas", torch.linspace(slow, fast, width)[None, None])
+        slowest, fastest = math.log(_FALLS_TO) / _SLOWEST, math.log(_FALLS_TO) / _FASTEST
+        self.register_buffer("deltas", torch.linspace(slowest, fastest, width)[None, None])
 
     def forward(self, t: Tensor) -> Tensor:
         """Return the window's values (1, L, width) at times ``t`` (1, L, 1)."""
@@ -238,7 +238,7 @@ class HyenaDNA(DNAModel):
         **mixer_options: Any,
     ) -> None:
         super().__init__()
-        self._check(("last", "mean"), pool, d_model=d_model, n_layer=n_layer, l_max=l_max)
+        self._set_pool(("last", "mean"), pool, d_model=d_model, n_layer=n_layer, l_max=l_max)
         inner = 4 * d_model if d_inner is None else d_inner
 
         def block() -> nn.Module:
@@ -249,7 +249,7 @@ class HyenaDNA(DNAModel):
         layers = [block() for _ in range(n_layer)]
         backbone = Backbone(embeddings, layers, {"ln_f": nn.LayerNorm(d_model, eps=norm_epsilon)})
         self.hyena: Any = nn.ModuleDict({"backbone": backbone})
-        self._start(n_layer)
+        self._initialize(n_layer)
         if num_classes is None:
             self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
             if tie_embeddings:
@@ -259,8 +259,8 @@ class HyenaDNA(DNAModel):
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the layer that embeds the tokens."""
-        found: nn.Module = self.hyena["backbone"].embeddings["word_embeddings"]
-        return found
+        layer: nn.Module = self.hyena["backbone"].embeddings["word_embeddings"]
+        return layer
 
     def _logits(self, x: Tensor) -> Tensor:
         x = self.hyena["backbone"](x)
@@ -271,20 +271,20 @@ class HyenaDNA(DNAModel):
         return logits
 
     @torch.no_grad()
-    def _start(self, n_layer: int) -> None:
+    def _initialize(self, n_layer: int) -> None:
         """Initialize the weights; layers that write to the residual stream get smaller weights."""
         for name, weight in self.named_parameters():
-            if weight.dim() < 2 or "filter" in name:
+            if weight.dim() < 2 or "filter" in name:  # filters keep their own initial weights
                 continue
-            adds = name.endswith(("out_proj.weight", "fc2.weight"))
-            nn.init.normal_(weight, std=SMALL / math.sqrt(2 * n_layer) if adds else SMALL)
+            writes = name.endswith(("out_proj.weight", "fc2.weight"))
+            nn.init.normal_(weight, std=INIT_STD / math.sqrt(2 * n_layer) if writes else INIT_STD)
 
 
 def long_conv(x: Tensor, kernel: Tensor) -> Tensor:
     """Return the causal convolution of x (B, C, L) with a kernel (C, K) for each channel."""
     tokens = x.shape[-1]
-    size = tokens + kernel.shape[-1]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    spectrum = torch.fft.rfft(x.to(wide), size) * torch.fft.rfft(kernel.to(wide), size)
-    out: Tensor = torch.fft.irfft(spectrum, size)[..., :tokens]
+    padded = tokens + kernel.shape[-1]  # with zeros: products of spectra are circular convolutions
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    spectrum = torch.fft.rfft(x.to(dtype), padded) * torch.fft.rfft(kernel.to(dtype), padded)
+    out: Tensor = torch.fft.irfft(spectrum, padded)[..., :tokens]
     return out.to(x.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoints import filled, layers_of, read_checkpoint, shape_of
+from ..checkpoints import build_model, layer_count, read_checkpoint, shape_of
 from .caduceus import Caduceus
 from .hyena import HyenaDNA
 from .striped_hyena import LONG, StripedHyena
@@ -45,9 +45,9 @@ def load_caduceus(path: str | Path, **options: Any) -> Caduceus:
         >>> torch.equal(model(ids), trained(ids))
         True
     """
-    weights = _under("caduceus.", read_checkpoint(Path(path)))
-    return filled(
-        path, "a Caduceus", lambda: Caduceus(**(_sizes_of_caduceus(weights) | options)), weights
+    weights = _with_prefix("caduceus.", read_checkpoint(Path(path)))
+    return build_model(
+        path, "a Caduceus", lambda: Caduceus(**(_caduceus_arguments(weights) | options)), weights
     )
 
 
@@ -80,10 +80,10 @@ def load_hyenadna(path: str | Path, **options: Any) -> HyenaDNA:
         >>> torch.equal(model(ids), trained(ids))
         True
     """
-    weights = {_plain_hyena(key): w for key, w in read_checkpoint(Path(path)).items()}
-    weights = _under("hyena.", weights)
-    return filled(
-        path, "a HyenaDNA", lambda: HyenaDNA(**(_sizes_of_hyenadna(weights) | options)), weights
+    weights = {_hub_name(key): w for key, w in read_checkpoint(Path(path)).items()}
+    weights = _with_prefix("hyena.", weights)
+    return build_model(
+        path, "a HyenaDNA", lambda: HyenaDNA(**(_hyenadna_arguments(weights) | options)), weights
     )
 
 
@@ -117,89 +117,90 @@ def load_striped_hyena(path: str | Path, **options: Any) -> StripedHyena:
         True
     """
     weights = read_checkpoint(Path(path))
-    return filled(
+    return build_model(
         path,
         "a StripedHyena",
-        lambda: StripedHyena(**(_sizes_of_striped(weights) | options)),
+        lambda: StripedHyena(**(_striped_arguments(weights) | options)),
         weights,
     )
 
 
-def _under(prefix: str, weights: Weights) -> Weights:
+def _with_prefix(prefix: str, weights: Weights) -> Weights:
     """Add a prefix to names that start with ``backbone.``, as in a model with a head."""
     return {prefix + key if key.startswith("backbone.") else key: w for key, w in weights.items()}
 
 
-def _plain_hyena(key: str) -> str:
+def _hub_name(key: str) -> str:
     """Convert a weight's name in the first release to the name on the Hugging Face hub."""
     key = key.removeprefix("model.")
     return key.replace(".mixer.layer.", ".mixer.").replace(".mlp.layer.", ".mlp.")
 
 
-def _sizes_of_caduceus(weights: Weights) -> dict[str, Any]:
+def _caduceus_arguments(weights: Weights) -> dict[str, Any]:
     """Infer the arguments of Caduceus from the names and shapes of weights."""
 
-    def anywhere(name: str) -> bool:
+    def any_name_has(name: str) -> bool:
         return any(name in key for key in weights)
 
     embeddings = "caduceus.backbone.embeddings.word_embeddings."
-    rcps = anywhere(".mixer.submodule.")
+    rcps = any_name_has(".mixer.submodule.")
     vocab, width = shape_of(weights, f"{embeddings}{'embedding.' if rcps else ''}weight", 2)
     mixer = f"caduceus.backbone.layers.0.mixer.{'submodule.' if rcps else ''}mamba_fwd."
     inner, state = shape_of(weights, f"{mixer}A_log", 2)
-    sizes: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "d_model": width,
-        "n_layer": layers_of(weights, "caduceus.backbone.layers."),
+        "n_layer": layer_count(weights, "caduceus.backbone.layers."),
         "vocab_size": vocab,
         "rcps": rcps,
-        "num_classes": _classes(weights),
-        "fused": not anywhere(".norm.submodule."),
-        "rms_norm": not anywhere("norm_f.bias") and not anywhere("norm_f.submodule.bias"),
+        "num_classes": _class_count(weights),
+        "fused": not any_name_has(".norm.submodule."),
+        "rms_norm": not any_name_has("norm_f.bias") and not any_name_has("norm_f.submodule.bias"),
         "d_inner": inner,
         "d_state": state,
         "d_conv": shape_of(weights, f"{mixer}conv1d.weight", 3)[2],
         "dt_rank": shape_of(weights, f"{mixer}dt_proj.weight", 2)[1],
-        "bias": anywhere("in_proj.bias"),
-        "conv_bias": anywhere("conv1d.bias"),
+        "bias": any_name_has("in_proj.bias"),
+        "conv_bias": any_name_has("conv1d.bias"),
     }
     if rcps:
         shape_of(weights, f"{embeddings}complement_map", 1)
-        sizes["complements"] = weights[f"{embeddings}complement_map"].tolist()
-    return sizes
+        arguments["complements"] = weights[f"{embeddings}complement_map"].tolist()
+    return arguments
 
 
-def _sizes_of_hyenadna(weights: Weights) -> dict[str, Any]:
+def _hyenadna_arguments(weights: Weights) -> dict[str, Any]:
     """Infer the arguments of HyenaDNA from the names and shapes of weights."""
-    embeddings, first = (
+    embeddings, block = (
         "hyena.backbone.embeddings.word_embeddings.weight",
         "hyena.backbone.layers.0.",
     )
     vocab, width = shape_of(weights, embeddings, 2)
-    mixer, filters = f"{first}mixer.", f"{first}mixer.filter_fn."
-    layers = [key for key in weights if key.startswith(f"{filters}implicit_filter.")]
-    linear = sum(key.endswith(".weight") for key in layers)  # the first, those within, the last
+    mixer, filters = f"{block}mixer.", f"{block}mixer.filter_fn."
+    filter_weights = [key for key in weights if key.startswith(f"{filters}implicit_filter.")]
+    linear_layers = sum(key.endswith(".weight") for key in filter_weights)
     head = weights.get("lm_head.weight")
     _, l_max, features = shape_of(weights, f"{filters}pos_emb.z", 3)
     return {
         "d_model": width,
-        "n_layer": layers_of(weights, "hyena.backbone.layers."),
-        "d_inner": shape_of(weights, f"{first}mlp.fc1.weight", 2)[0],
+        "n_layer": layer_count(weights, "hyena.backbone.layers."),
+        "d_inner": shape_of(weights, f"{block}mlp.fc1.weight", 2)[0],
         "vocab_size": vocab,
         "l_max": l_max,
-        "num_classes": _classes(weights),
+        "num_classes": _class_count(weights),
         "tie_embeddings": head is None or torch.equal(head, weights[embeddings]),
+        # in_proj has order + 1 parts; an empty width is refused later
         "order": shape_of(weights, f"{mixer}in_proj.weight", 2)[0] // max(1, width) - 1,
         "short_filter_order": shape_of(weights, f"{mixer}short_filter.weight", 3)[2],
         "features": features,
         "filter_order": shape_of(weights, f"{filters}implicit_filter.0.weight", 2)[0],
-        "inner": max(0, linear - 2),
+        "inner": max(0, linear_layers - 2),  # without the first and the last
     }
 
 
-def _sizes_of_striped(weights: Weights) -> dict[str, Any]:
+def _striped_arguments(weights: Weights) -> dict[str, Any]:
     """Infer the arguments of StripedHyena from the names and shapes of weights."""
     vocab, width = shape_of(weights, "embedding_layer.weight", 2)
-    sizes: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "hidden_size": width,
         "vocab_size": vocab,
         "inner_mlp_size": shape_of(weights, "blocks.0.mlp.l1.weight", 2)[0],
@@ -208,25 +209,27 @@ def _sizes_of_striped(weights: Weights) -> dict[str, Any]:
         "mr_groups": 1,
     }
     layout = []
-    for i in range(layers_of(weights, "blocks.")):
-        stem = f"blocks.{i}."
-        if f"{stem}inner_mha_cls.Wqkv.weight" in weights:
+    for i in range(layer_count(weights, "blocks.")):
+        block = f"blocks.{i}."
+        if f"{block}inner_mha_cls.Wqkv.weight" in weights:
             layout.append("attention")
-            frequencies = shape_of(weights, f"{stem}inner_mha_cls.rotary_emb.inv_freq", 1)
-            sizes["heads"] = max(1, width // max(1, 2 * frequencies[0]))
+            frequencies = shape_of(weights, f"{block}inner_mha_cls.rotary_emb.inv_freq", 1)
+            # a head has two channels per frequency
+            arguments["heads"] = max(1, width // max(1, 2 * frequencies[0]))
             continue
-        short = shape_of(weights, f"{stem}filter.short_filter_weight", 3)
-        sizes["short_filter_length"] = short[2]
-        if f"{stem}filter.h" in weights:
-            groups, _, length = shape_of(weights, f"{stem}filter.h", 3)
+        short_filter = shape_of(weights, f"{block}filter.short_filter_weight", 3)
+        arguments["short_filter_length"] = short_filter[2]
+        if f"{block}filter.h" in weights:
+            groups, _, length = shape_of(weights, f"{block}filter.h", 3)
             kind = "mr" if length >= LONG else "se"
-            sizes |= {f"{kind}_length": length, f"{kind}_groups": groups}
+            arguments |= {f"{kind}_length": length, f"{kind}_groups": groups}
         else:
             kind = "li"
-            sizes["state_size"] = shape_of(weights, f"{stem}filter.residues", 2)[1]
+            arguments["state_size"] = shape_of(weights, f"{block}filter.residues", 2)[1]
         layout.append(kind)
-    return {"layout": layout, **sizes}
+    return {"layout": layout, **arguments}
 
 
-def _classes(weights: Weights) -> int | None:
+def _class_count(weights: Weights) -> int | None:
+    """Return the number of a classifier's classes; None for a language model."""
     return shape_of(weights, "score.weight", 2)[0] if "score.weight" in weights else None

@@ -74,28 +74,28 @@ class OneHot(nn.Module):
         """
         bases = one_hot.mT if self.bases_first and one_hot.dim() == 3 else one_hot  # (B, L, 4)
         if bases.dim() != 3 or bases.shape[-1] != 4:
-            wanted = "(B, 4, L)" if self.bases_first else "(B, L, 4)"
+            accepted = "(B, 4, L)" if self.bases_first else "(B, L, 4)"
             raise InputError(
-                f"inputs of shape {tuple(one_hot.shape)} are not one-hot DNA {wanted}. Pass this "
+                f"inputs of shape {tuple(one_hot.shape)} are not one-hot DNA {accepted}. Pass this "
                 "shape, or set bases_first=True for (B, 4, L), False for (B, L, 4)."
             )
-        table = self._embedded(self.base_ids, one_hot.device)  # (4, E)
+        table = self._embed(self.base_ids, one_hot.device)  # (4, E)
         parts = []
-        for vectors in (self._around(self.before, bases), bases.to(table) @ table,
-                        self._around(self.after, bases)):  # fmt: skip
+        for vectors in (self._repeat(self.before, bases), bases.to(table) @ table,
+                        self._repeat(self.after, bases)):  # fmt: skip
             parts += [] if vectors is None else [vectors]
         embedded = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         out: Tensor = self.model(inputs_embeds=embedded)
         return out
 
-    def _around(self, ids: Sequence[int], like: Tensor) -> Tensor | None:
-        """Return embeddings (B, n, E) of tokens to put before or after each example, or None."""
+    def _repeat(self, ids: Sequence[int], like: Tensor) -> Tensor | None:
+        """Embed n ids once for each example of ``like``, (B, n, E); None without ids."""
         if not ids:
             return None
-        vectors = self._embedded(ids, like.device)
+        vectors = self._embed(ids, like.device)
         return vectors.expand(len(like), *vectors.shape)
 
-    def _embedded(self, ids: Sequence[int], device: torch.device) -> Tensor:
+    def _embed(self, ids: Sequence[int], device: torch.device) -> Tensor:
         """Return the embeddings (n, E) of token ids, each embedded as a sequence of one token."""
         layer = self.model.get_input_embeddings()  # type: ignore[operator]
         vectors: Tensor = layer(torch.tensor(ids, device=device)[:, None])

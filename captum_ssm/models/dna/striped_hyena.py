@@ -32,8 +32,8 @@ class _ScaleNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the last dimension of ``x`` (..., width)."""
-        size = x.norm(2, dim=-1, keepdim=True) * x.shape[-1] ** -0.5
-        out: Tensor = self.scale * (x / (size + self.eps))
+        root_mean_square = x.norm(2, dim=-1, keepdim=True) * x.shape[-1] ** -0.5
+        out: Tensor = self.scale * (x / (root_mean_square + self.eps))
         return out
 
 
@@ -121,12 +121,12 @@ class _Rotary(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Rotate channel pairs (i, i + P / 2) of x (B, L, H, P) by angles of their positions."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        time = torch.arange(x.shape[1], device=x.device).to(wide) / self.scaling
-        angle = time[:, None, None] * self.inv_freq.to(wide)  # (L, 1, P / 2)
+        wide_dtype = torch.promote_types(x.dtype, torch.float32)
+        time = torch.arange(x.shape[1], device=x.device).to(wide_dtype) / self.scaling
+        angle = time[:, None, None] * self.inv_freq.to(wide_dtype)  # (L, 1, P / 2)
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-        one, other = x.chunk(2, -1)
-        return torch.cat([one * cos - other * sin, one * sin + other * cos], -1)
+        x1, x2 = x.chunk(2, -1)
+        return torch.cat([x1 * cos - x2 * sin, x1 * sin + x2 * cos], -1)
 
 
 class StripedAttention(nn.Module):
@@ -162,8 +162,8 @@ class StripedAttention(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the mixer's output for tokens (B, L, E), in the same shape."""
         query, key, values = (x.transpose(1, 2) for x in self.parts(self.Wqkv(hidden_states)))
-        found = F.scaled_dot_product_attention(query, key, values, is_causal=True)
-        out: Tensor = self.out_proj(found.transpose(1, 2).flatten(2))
+        mixed = F.scaled_dot_product_attention(query, key, values, is_causal=True)
+        out: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
 
@@ -268,16 +268,17 @@ class StripedHyena(DNAModel):
                 raise OptionError(
                     f"{name}={size} does not divide hidden_size={hidden_size}. Use a divisor."
                 )
-        explicit = {"se": (se_length, se_groups), "mr": (mr_length, mr_groups)}
+        length_and_groups = {"se": (se_length, se_groups), "mr": (mr_length, mr_groups)}
 
         def mixer(kind: str) -> nn.Module:
             if kind == "attention":
                 return StripedAttention(hidden_size, heads, rotary_base, rotary_scaling)
-            length, groups = explicit.get(kind, (0, 1))
+            length, groups = length_and_groups.get(kind, (0, 1))
             return HyenaCascade(hidden_size, kind, length, groups, state_size, short_filter_length)
 
         self.embedding_layer = nn.Embedding(vocab_size, hidden_size)
         self.blocks = nn.ModuleList(
+            # in Evo 2, only the first block's mlp has a GELU
             _StripedBlock(
                 mixer(kind), _GatedMlp(hidden_size, inner_mlp_size, i == 0), hidden_size, eps
             )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ..checkpoints import filled, read_checkpoint, shape_of
+from ..checkpoints import build_model, read_checkpoint, shape_of
 from .model import RWKV7
 
 #: Unused weights of the first block in later checkpoints.
@@ -43,21 +43,22 @@ def load_rwkv7(path: str | Path) -> RWKV7:
         >>> torch.equal(model(ids), trained(ids))
         True
     """
-    found = read_checkpoint(Path(path))
-    weights = {key: weight for key, weight in found.items() if key not in _UNUSED}
-    return filled(path, "an RWKV-7", lambda: RWKV7(**_sizes(weights)), weights)
+    stored = read_checkpoint(Path(path))
+    weights = {key: weight for key, weight in stored.items() if key not in _UNUSED}
+    return build_model(path, "an RWKV-7", lambda: RWKV7(**_arguments(weights)), weights)
 
 
-def _sizes(weights: Mapping[str, Tensor]) -> dict[str, int]:
+def _arguments(weights: Mapping[str, Tensor]) -> dict[str, int]:
     """Infer the arguments of RWKV7 from the shapes of weights."""
 
     def shape(key: str) -> torch.Size:
-        found = shape_of(weights, key, 2)
-        if 0 in found:
+        """Return the shape of a matrix; raise if the matrix is missing or empty."""
+        sizes = shape_of(weights, key, 2)
+        if 0 in sizes:
             raise CheckpointError(
-                f"{key!r} has shape {tuple(found)}, which is empty. Save the weights again."
+                f"{key!r} has shape {tuple(sizes)}, which is empty. Save the weights again."
             )
-        return found
+        return sizes
 
     # blocks are counted: the largest number in a damaged file could be huge
     blocks = {key.split(".")[1] for key in weights if key.startswith("blocks.")}

@@ -51,21 +51,21 @@ class RWKV7TimeMix(nn.Module):
         super().__init__()
         self.is_first = is_first
 
-        def each(fill: float = 0.0) -> nn.Parameter:
+        def per_channel(fill: float = 0.0) -> nn.Parameter:
             return nn.Parameter(torch.full((1, 1, width), fill))
 
-        def pair(rank: int) -> tuple[nn.Parameter, nn.Parameter]:
+        def low_rank(rank: int) -> tuple[nn.Parameter, nn.Parameter]:
             up = nn.init.normal_(torch.empty(rank, width), std=0.1 * width**-0.5)
             return nn.Parameter(torch.zeros(width, rank)), nn.Parameter(up)
 
         for name in "rwkvag":
-            self.register_parameter(f"x_{name}", each(0.5))
-        self.w0, (self.w1, self.w2) = each(-3.0), pair(decay_rank)
-        self.a0, (self.a1, self.a2) = each(), pair(step_rank)
+            self.register_parameter(f"x_{name}", per_channel(0.5))
+        self.w0, (self.w1, self.w2) = per_channel(-3.0), low_rank(decay_rank)
+        self.a0, (self.a1, self.a2) = per_channel(), low_rank(step_rank)
         if not is_first:
-            self.v0, (self.v1, self.v2) = each(1.0), pair(value_rank)
-        self.g1, self.g2 = pair(gate_rank)
-        self.k_k, self.k_a = each(0.7), each(1.0)
+            self.v0, (self.v1, self.v2) = per_channel(1.0), low_rank(value_rank)
+        self.g1, self.g2 = low_rank(gate_rank)
+        self.k_k, self.k_a = per_channel(0.7), per_channel(1.0)
         self.r_k = nn.Parameter(torch.zeros(width // head_size, head_size))
         self.receptance, self.key, self.value, self.output = (
             nn.Linear(width, width, bias=False) for _ in range(4)
@@ -87,17 +87,17 @@ class RWKV7TimeMix(nn.Module):
         if v_first is None:
             v_first = values
         else:
-            share = torch.sigmoid(self.v0 + v @ self.v1 @ self.v2)
-            values = values + share * (v_first - values)
+            share_of_first = torch.sigmoid(self.v0 + v @ self.v1 @ self.v2)
+            values = values + share_of_first * (v_first - values)
         heads = self.r_k.shape[0]
         erase = unit_vectors_by_head(keys * self.k_k, heads)
         keys = keys * (1 + (a - 1) * self.k_a)
         r, w, k, v, a = (x.unflatten(-1, (heads, -1)) for x in (r, w, keys, values, a))
-        given = (_precise(x) for x in (r, w, k, v, erase, a))
-        read: Tensor = _Read.apply(*given)  # type: ignore[no-untyped-call]
-        out = self.ln_x(read.to(hidden.dtype).flatten(2).flatten(0, 1)).view(hidden.shape)
-        own = (r * k * self.r_k).sum(-1, keepdim=True) * v
-        return self.output((out + own.flatten(2)) * g), v_first
+        factors = (_precise(x) for x in (r, w, k, v, erase, a))
+        recalled: Tensor = _DeltaRuleOutput.apply(*factors)  # type: ignore[no-untyped-call]
+        out = self.ln_x(recalled.to(hidden.dtype).flatten(2).flatten(0, 1)).view(hidden.shape)
+        bonus = (r * k * self.r_k).sum(-1, keepdim=True) * v
+        return self.output((out + bonus.flatten(2)) * g), v_first
 
 
 def _precise(x: Tensor) -> Tensor:
@@ -105,21 +105,22 @@ def _precise(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-class _Read(torch.autograd.Function):
-    """The delta rule's output at each token, with gradients for all six arguments."""
+class _DeltaRuleOutput(torch.autograd.Function):
+    """The delta rule's output, with gradients for all arguments; an operator's are frozen."""
 
     @staticmethod
     def forward(ctx: Any, r: Tensor, w: Tensor, k: Tensor, v: Tensor, e: Tensor, a: Tensor) -> Any:
         ctx.save_for_backward(r, w, k, v, e, a)
-        return _rule(r, w, k, v, e, a).apply(v)
+        return _delta_rule(r, w, k, v, e, a).apply(v)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        given = ctx.saved_tensors  # read once, as torch's checkpoints require
-        of_v, found = _rule(*given).backward(given[3], grads[0])
+        saved = ctx.saved_tensors  # read once, as torch's checkpoints require
+        of_values, of_factors = _delta_rule(*saved).backward(saved[3], grads[0])
+        # of the arguments of forward in order; v has the values' gradient
         names = "query", "log_decay", "key", "", "erase", "erase_step"
-        return tuple(found[name] if name else of_v for name in names)
+        return tuple(of_factors[name] if name else of_values for name in names)
 
 
-def _rule(r: Tensor, w: Tensor, k: Tensor, v: Tensor, e: Tensor, a: Tensor) -> DeltaRule:
+def _delta_rule(r: Tensor, w: Tensor, k: Tensor, v: Tensor, e: Tensor, a: Tensor) -> DeltaRule:
     return DeltaRule(r, k, torch.ones_like(r[..., 0]), w, v.shape[-1], erase=e, erase_step=a)

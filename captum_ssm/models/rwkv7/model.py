@@ -116,8 +116,8 @@ class RWKV7(nn.Module):
             )
         self.emb = nn.Embedding(vocab_size, width)
         self.blocks = nn.ModuleList(
-            RWKV7Block(width, number == 0, inner, head_size=head_size, **ranks)
-            for number in range(depth)
+            RWKV7Block(width, index == 0, inner, head_size=head_size, **ranks)
+            for index in range(depth)
         )
         self.ln_out = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab_size, bias=False)

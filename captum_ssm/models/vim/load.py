@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from ..checkpoints import Weights, filled, layers_of, read_checkpoint, shape_of
+from ..checkpoints import Weights, build_model, layer_count, read_checkpoint, shape_of
 from .model import VisionMamba
 
 #: Image side of the released models.
-_RELEASED = 224
+_RELEASED_SIDE = 224
 
 
 def load_vim(path: str | Path, **options: Any) -> VisionMamba:
@@ -51,17 +51,19 @@ def load_vim(path: str | Path, **options: Any) -> VisionMamba:
         True
     """
     weights = read_checkpoint(Path(path))
-    return filled(path, "a Vision Mamba", lambda: VisionMamba(**_sizes(weights, options)), weights)
+    return build_model(
+        path, "a Vision Mamba", lambda: VisionMamba(**_arguments(weights, options)), weights
+    )
 
 
-def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of VisionMamba: values inferred from the weights, and the options."""
 
-    def anywhere(name: str) -> bool:  # a weight of any layer: others are then reported missing
-        return any(name in key for key in weights)
+    def any_name_has(part: str) -> bool:  # in any layer: a later check names layers without it
+        return any(part in key for key in weights)
 
     embed_dim, channels, patch, _ = shape_of(weights, "patch_embed.proj.weight", 4)
-    second = "v1" if anywhere(".A_b_log") else "none"
+    without_v2 = "v1" if any_name_has(".A_b_log") else "none"
     sizes: dict[str, Any] = {
         "embed_dim": embed_dim,
         "channels": channels,
@@ -70,29 +72,29 @@ def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
         "d_state": _usual_shape(weights, "A_log", 2)[1],
         "d_conv": _usual_shape(weights, "conv1d.weight", 3)[2],
         "dt_rank": _usual_shape(weights, "dt_proj.weight", 2)[1],
-        "depth": layers_of(weights, "layers."),
-        "num_classes": shape_of(weights, "head.weight", 2)[0] if anywhere("head.") else 0,
+        "depth": layer_count(weights, "layers."),
+        "num_classes": shape_of(weights, "head.weight", 2)[0] if any_name_has("head.") else 0,
         "cls_token": "double" if "cls_token_head" in weights else "middle",
         "pos_embed": True,
-        "rms_norm": not anywhere("norm_f.bias"),
-        "bimamba_type": "v2" if anywhere("_b.") else second,
-        "bias": anywhere("in_proj.bias"),
-        "conv_bias": anywhere("conv1d.bias"),
-        "init_layer_scale": 1.0 if anywhere(".gamma") else None,
+        "rms_norm": not any_name_has("norm_f.bias"),
+        "bimamba_type": "v2" if any_name_has("_b.") else without_v2,
+        "bias": any_name_has("in_proj.bias"),
+        "conv_bias": any_name_has("conv1d.bias"),
+        "init_layer_scale": 1.0 if any_name_has(".gamma") else None,
     }
     sizes |= options
     if sizes["pos_embed"]:
         tokens = shape_of(weights, "pos_embed", 3)[1]
         patches = tokens - {"none": 0, "double": 2}.get(sizes["cls_token"], 1)
-        sizes |= _image(patches, sizes["patch_size"], options)
+        sizes |= _infer_image_size(patches, sizes["patch_size"], options)
     return sizes
 
 
-def _image(patches: int, patch: int, options: Mapping[str, Any]) -> dict[str, Any]:
+def _infer_image_size(patches: int, patch: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """Infer image size and stride from the number of patches; the overlap is half or none."""
     side = math.isqrt(patches)
     strides = [options["stride"]] if options.get("stride") else [patch, max(1, patch // 2)]
-    image = options.get("img_size", _RELEASED)
+    image = options.get("img_size", _RELEASED_SIDE)
     height, width = (image, image) if isinstance(image, int) else image
     for stride in strides:
         if ((height - patch) // stride + 1) * ((width - patch) // stride + 1) == patches:

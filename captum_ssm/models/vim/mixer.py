@@ -95,13 +95,13 @@ class VimMixer(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the mixer's output for tokens (B, L, E), in the same shape."""
         x, z = self.in_proj(hidden_states).transpose(1, 2).chunk(2, dim=1)  # (B, D, L)
-        parts = (*self._select(x, ""), z)
-        y = self._scan(parts, "A_log", "")
+        scan_inputs = (*self._select(x, ""), z)
+        y = self._scan(scan_inputs, "A_log", "")
         if self.bimamba_type == "v1":
-            y = y + self._scan([part.flip(-1) for part in parts], "A_b_log", "").flip(-1)
-        elif self.bimamba_type == "v2":
-            parts = (*self._select(x.flip(-1), "_b"), z.flip(-1))
-            y = y + self._scan(parts, "A_b_log", "_b").flip(-1)
+            y = y + self._scan([x.flip(-1) for x in scan_inputs], "A_b_log", "").flip(-1)
+        elif self.bimamba_type == "v2":  # names of the reversed scan's weights end in _b
+            scan_inputs = (*self._select(x.flip(-1), "_b"), z.flip(-1))
+            y = y + self._scan(scan_inputs, "A_b_log", "_b").flip(-1)
             y = y / 2 if self.if_divide_out else y
         out: Tensor = self.out_proj(y.transpose(1, 2).to(hidden_states.dtype))
         return out if self.gamma is None else out * self.gamma
@@ -111,16 +111,17 @@ class VimMixer(nn.Module):
         conv, x_proj, dt_proj = self._modules_of(suffix)
         u = F.silu(conv(x)[..., : x.shape[-1]])
         rank, state = dt_proj.weight.shape[1], self.A_log.shape[1]
-        t, b, c = x_proj(u.transpose(1, 2)).split([rank, state, state], dim=-1)
-        return u, F.linear(t, dt_proj.weight).mT, b.mT, c.mT
+        low_rank_dt, b, c = x_proj(u.transpose(1, 2)).split([rank, state, state], dim=-1)
+        return u, F.linear(low_rank_dt, dt_proj.weight).mT, b.mT, c.mT
 
-    def _scan(self, parts: Sequence[Tensor], a_log: str, suffix: str) -> Tensor:
-        """Return SiLU(z) (scan(u) + D u); ``parts`` are u, dt, B, C and z."""
-        u, dt, b, c, z = parts
+    def _scan(self, scan_inputs: Sequence[Tensor], a_log: str, suffix: str) -> Tensor:
+        """Return SiLU(z) (scan(u) + D u), for (u, dt, B, C, z) and the name of the parameter A."""
+        u, dt, b, c, z = scan_inputs
         rates, skip = getattr(self, a_log), getattr(self, f"D{suffix}")
         return scan(u, dt, rates, b, c, skip, self._modules_of(suffix)[2].bias, z)
 
     def _modules_of(self, suffix: str) -> tuple[Any, Any, Any]:
+        """Return conv1d, x_proj and dt_proj with this suffix of their names."""
         conv, x_proj, dt_proj = (
             getattr(self, name + suffix) for name in ("conv1d", "x_proj", "dt_proj")
         )

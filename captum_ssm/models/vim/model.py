@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...attr.call.checks import choice
 from ...errors import OptionError
 from ..checkpoints import check_sizes
-from ..perceptron import SMALL
+from ..perceptron import INIT_STD
 from .mixer import BimambaType, VimMixer
 
 #: Position of the class token: after the first half of the patches, before all patches, or after
@@ -46,7 +46,7 @@ class VimBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the residual stream after the block, in the shape of ``x`` (B, L, E)."""
-        out: Tensor = x + self.mixer(_normed(self.norm, x))
+        out: Tensor = x + self.mixer(_norm_in_its_dtype(self.norm, x))
         return out
 
 
@@ -127,15 +127,17 @@ class VisionMamba(nn.Module):
         nn.init.zeros_(proj.bias)  # type: ignore[arg-type]
         self.patch_embed: Any = nn.Sequential(OrderedDict(proj=proj))
 
-        def small(tokens: int) -> nn.Parameter:
-            return nn.Parameter(nn.init.trunc_normal_(torch.empty(1, tokens, embed_dim), std=SMALL))
+        def learned(count: int) -> nn.Parameter:
+            return nn.Parameter(
+                nn.init.trunc_normal_(torch.empty(1, count, embed_dim), std=INIT_STD)
+            )
 
         if cls_token == "double":
-            self.cls_token_head, self.cls_token_tail = small(1), small(1)
+            self.cls_token_head, self.cls_token_tail = learned(1), learned(1)
         elif cls_token != "none":
-            self.cls_token = small(1)
+            self.cls_token = learned(1)
         patches = math.prod(self.grid)
-        positions = small(patches + len(self.cls_positions(patches))) if pos_embed else None
+        positions = learned(patches + len(self.cls_positions(patches))) if pos_embed else None
         self.register_parameter("pos_embed", positions)
 
         def norm() -> nn.Module:
@@ -148,7 +150,7 @@ class VisionMamba(nn.Module):
                 if_divide_out=if_divide_out,
                 **mixer_options,
             )
-            with torch.no_grad():
+            with torch.no_grad():  # all blocks add to the stream: keep their sum's size
                 mixer.out_proj.weight /= math.sqrt(depth)
             return VimBlock(norm(), mixer)
 
@@ -157,7 +159,7 @@ class VisionMamba(nn.Module):
         self.head: nn.Module = nn.Identity()
         if num_classes > 0:
             self.head = nn.Linear(embed_dim, num_classes)
-            nn.init.trunc_normal_(self.head.weight, std=SMALL)
+            nn.init.trunc_normal_(self.head.weight, std=INIT_STD)
             nn.init.zeros_(self.head.bias)
 
     def cls_positions(self, patches: int) -> list[int]:
@@ -174,8 +176,8 @@ class VisionMamba(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return logits (B, classes) of images (B, C, H, W), or of all tokens (B, L, classes)."""
         out: Tensor = self.head(self.forward_features(images))
-        pooled_last = self.cls == "none" and self.final_pool_type == "max"
-        return out.amax(1) if pooled_last else out
+        pools_logits = self.cls == "none" and self.final_pool_type == "max"
+        return out.amax(1) if pools_logits else out
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Return the head's input for images (B, C, H, W): (B, E), or for all tokens (B, L, E)."""
@@ -187,15 +189,16 @@ class VisionMamba(nn.Module):
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         for layer in self.layers:
             x = layer(x)
-        x = _normed(self.norm_f, x)
-        at = self.cls_positions(math.prod(grid))
-        if at:
-            return x[:, at].mean(1)
+        x = _norm_in_its_dtype(self.norm_f, x)
+        positions = self.cls_positions(math.prod(grid))
+        if positions:
+            return x[:, positions].mean(1)
         if self.final_pool_type == "none":
             return x[:, -1]
         return x.mean(1) if self.final_pool_type == "mean" else x
 
     def _with_cls(self, x: Tensor) -> Tensor:
+        """Insert the class tokens into the sequence of patches, (B, L, E)."""
         if self.cls == "none":
             return x
         if self.cls == "double":
@@ -225,6 +228,7 @@ class VisionMamba(nn.Module):
         return cls, [t for t in range(patches + len(cls)) if t not in cls]
 
 
-def _normed(norm: Any, x: Tensor) -> Tensor:
+def _norm_in_its_dtype(norm: Any, x: Tensor) -> Tensor:
+    """Return norm(x), in the dtype of the norm's weight; x is in float32 or wider."""
     out: Tensor = norm(x.to(norm.weight.dtype))
     return out

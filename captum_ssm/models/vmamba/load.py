@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ..checkpoints import Weights, filled, read_checkpoint, shape_of
+from ..checkpoints import Weights, build_model, read_checkpoint, shape_of
 from .mixer import form_of
 from .model import VMamba
 
 #: Patterns of weight names in the first release, with the later names.
-_RENAMED = (
+_LATER_NAMES = (
     (r"^patch_embed\.proj\.", "patch_embed.0."),
     (r"^patch_embed\.norm\.", "patch_embed.2."),
     (r"^(layers\.\d+\.blocks\.\d+)\.ln_1\.", r"\1.norm."),
@@ -56,41 +56,43 @@ def load_vmamba(path: str | Path, **options: Any) -> VMamba:
         >>> torch.equal(model(images), trained(images))
         True
     """
-    weights = _renamed(read_checkpoint(Path(path)))
-    return filled(path, "a VMamba", lambda: VMamba(**_sizes(weights, options)), weights)
+    weights = _with_later_names(read_checkpoint(Path(path)))
+    return build_model(path, "a VMamba", lambda: VMamba(**_arguments(weights, options)), weights)
 
 
-def _renamed(weights: Weights) -> dict[str, Tensor]:
-    found = {}
+def _with_later_names(weights: Weights) -> dict[str, Tensor]:
+    """Rename weights of the first release, and convert 1 x 1 convolutions to matrices."""
+    renamed = {}
     for key, weight in weights.items():
-        for pattern, new in _RENAMED:
+        for pattern, new in _LATER_NAMES:
             key = re.sub(pattern, new, key)
         if _PROJECTION.search(key) and weight.shape[2:] == (1, 1):
             weight = weight.flatten(1)
-        found[key] = weight
-    return found
+        renamed[key] = weight
+    return renamed
 
 
-def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of VMamba: values inferred from the weights, and the options."""
-    first = "layers.0.blocks.0"
-    width, inner = shape_of(weights, f"{first}.op.out_proj.weight", 2)
-    projected, _ = shape_of(weights, f"{first}.op.in_proj.weight", 2)
-    _, _, rank = shape_of(weights, f"{first}.op.dt_projs_weight", 3)
+    block = "layers.0.blocks.0"
+    width, inner = shape_of(weights, f"{block}.op.out_proj.weight", 2)
+    projected, _ = shape_of(weights, f"{block}.op.in_proj.weight", 2)
+    _, _, rank = shape_of(weights, f"{block}.op.dt_projs_weight", 3)
     overlapping = "patch_embed.5.weight" in weights
     _, channels, kernel, _ = shape_of(weights, "patch_embed.0.weight", 4)
     blocks = {
-        (int(found[1]), int(found[2]))
+        (int(match[1]), int(match[2]))
         for key in weights
-        if (found := re.match(r"layers\.(\d+)\.blocks\.(\d+)\.", key))
+        if (match := re.match(r"layers\.(\d+)\.blocks\.(\d+)\.", key))
     }
     stages = 1 + max(stage for stage, _ in blocks)
     hidden = 0
     if any(".mlp." in key for key in weights):
-        hidden, _ = shape_of(weights, f"{first}.mlp.fc1.weight", 2)
-    conv, places = f"{first}.op.conv2d.weight", weights.get("pos_embed")
+        hidden, _ = shape_of(weights, f"{block}.mlp.fc1.weight", 2)
+    convolution, positions = f"{block}.op.conv2d.weight", weights.get("pos_embed")
     return {
         "channels": channels,
+        # each of two overlapping convolutions has stride patch_size / 2, and a kernel 1 larger
         "patch_size": 2 * (kernel - 1) if overlapping else kernel,
         "num_classes": shape_of(weights, "classifier.head.weight", 2)[0],
         "depths": [len({b for s, b in blocks if s == stage}) for stage in range(stages)],
@@ -102,12 +104,12 @@ def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
         "patch_norm": "patch_embed.2.weight" in weights,
         "patch_embed": "v2" if overlapping else "v1",
         "downsample": _downsample(weights),
-        "pos_embed": None if places is None else tuple(places.shape[2:]),
-        "d_state": shape_of(weights, f"{first}.op.A_logs", 2)[1],
+        "pos_embed": None if positions is None else tuple(positions.shape[2:]),
+        "d_state": shape_of(weights, f"{block}.op.A_logs", 2)[1],
         "ssm_ratio": inner / width,
         "dt_rank": None if rank == -(-width // 16) else rank,
-        "d_conv": shape_of(weights, conv, 4)[2] if conv in weights else 0,
-        "conv_bias": f"{first}.op.conv2d.bias" in weights,
+        "d_conv": shape_of(weights, convolution, 4)[2] if convolution in weights else 0,
+        "conv_bias": f"{block}.op.conv2d.bias" in weights,
         "forward_type": _forward_type(weights, projected == 2 * inner, options),
         **{name: value for name, value in options.items() if name != "forward_type"},
     }
@@ -116,18 +118,19 @@ def _sizes(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
 def _forward_type(weights: Weights, gated: bool, options: Mapping[str, Any]) -> str:
     """Return the option or inferred ``forward_type``; raise if its gate contradicts the weights."""
     normed = "layers.0.blocks.0.op.out_norm.weight" in weights
-    found: str = options.get(
+    forward_type: str = options.get(
         "forward_type", "v05" + "_noz" * (not gated) + "_onnone" * (not normed)
     )
-    if form_of(found).gate != gated:
+    if form_of(forward_type).gate != gated:
         raise CheckpointError(
-            f"forward_type={found!r} {'lacks' if gated else 'has'} a gate, but its weights "
+            f"forward_type={forward_type!r} {'lacks' if gated else 'has'} a gate, but its weights "
             f"{'have' if gated else 'lack'} one. Pass a forward_type with{'out' * gated} _noz."
         )
-    return found
+    return forward_type
 
 
 def _downsample(weights: Weights) -> str:
+    """Infer the kind of layers between stages; ``"v3"`` if there is only one stage."""
     if "layers.0.downsample.reduction.weight" in weights:
         return "v1"
     convolution = weights.get("layers.0.downsample.1.weight")

@@ -57,16 +57,16 @@ def form_of(forward_type: str) -> Form:
         >>> form_of("v05_noz").gate, form_of("v0").gate
         (False, True)
     """
-    kind, *marks = forward_type.split("_")
-    known = {"noz", "nozact", "onnone", "oact", "no32"}
-    if kind not in _ORDERS or not known.issuperset(marks):
+    version, *suffixes = forward_type.split("_")
+    known_suffixes = {"noz", "nozact", "onnone", "oact", "no32"}
+    if version not in _ORDERS or not known_suffixes.issuperset(suffixes):
         raise OptionError(
             f"forward_type={forward_type!r} is not supported. Use one of {tuple(_ORDERS)}, "
-            f"followed by any of {tuple('_' + mark for mark in sorted(known))}."
+            f"followed by any of {tuple('_' + suffix for suffix in sorted(known_suffixes))}."
         )
     return Form(
-        _ORDERS[kind], "noz" not in marks, "nozact" not in marks, "onnone" not in marks,
-        "oact" in marks,
+        orders=_ORDERS[version], gate="noz" not in suffixes, gate_act="nozact" not in suffixes,
+        out_norm="onnone" not in suffixes, out_act="oact" in suffixes,
     )  # fmt: skip
 
 
@@ -126,12 +126,12 @@ class SS2D(nn.Module):
             self.conv2d = nn.Conv2d(
                 inner, inner, d_conv, padding=padding, groups=inner, bias=conv_bias
             )
-        selecting = [nn.Linear(inner, rank + 2 * d_state, bias=False) for _ in range(SCANS)]
-        steps = [step_projection(rank, inner) for _ in range(SCANS)]
+        selections = [nn.Linear(inner, rank + 2 * d_state, bias=False) for _ in range(SCANS)]
+        step_projections = [step_projection(rank, inner) for _ in range(SCANS)]
         rates = torch.arange(1, d_state + 1, dtype=torch.float32).log()
-        self.x_proj_weight = _stacked([layer.weight for layer in selecting])
-        self.dt_projs_weight = _stacked([layer.weight for layer in steps])
-        self.dt_projs_bias = _stacked([layer.bias for layer in steps])
+        self.x_proj_weight = _stacked([layer.weight for layer in selections])
+        self.dt_projs_weight = _stacked([layer.weight for layer in step_projections])
+        self.dt_projs_bias = _stacked([layer.bias for layer in step_projections])
         self.A_logs = nn.Parameter(rates.expand(SCANS * inner, -1).clone())
         self.Ds = nn.Parameter(torch.ones(SCANS * inner))
         self.out_norm = nn.LayerNorm(inner) if self.form.out_norm else nn.Identity()
@@ -152,7 +152,7 @@ class SS2D(nn.Module):
             z = self.act(z) if self.form.gate_act else z
         if self.conv2d is not None:
             x = self.conv2d(x.mT.unflatten(-1, size)).flatten(-2).mT
-        y = self.out_act(self.out_norm(self._scans(self.act(x), size).to(x.dtype)))
+        y = self.out_act(self.out_norm(self._sum_of_scans(self.act(x), size).to(x.dtype)))
         out: Tensor = self.out_proj(y if z is None else y * z)
         return out
 
@@ -162,24 +162,25 @@ class SS2D(nn.Module):
         columns = rows.view(size).T.flatten()
         if self.form.orders == "rows":
             return [rows] * SCANS
-        ahead = [rows, columns if self.form.orders == "cross" else rows]
-        return [*ahead, *(order.flip(0) for order in ahead)]
+        forward_orders = [rows, columns if self.form.orders == "cross" else rows]
+        return [*forward_orders, *(order.flip(0) for order in forward_orders)]
 
-    def _scans(self, u: Tensor, size: tuple[int, int]) -> Tensor:
+    def _sum_of_scans(self, u: Tensor, size: tuple[int, int]) -> Tensor:
         """Return the sum of all scans of u (B, L, D), in float32 or wider."""
         total = torch.zeros_like(u, dtype=torch.promote_types(u.dtype, torch.float32))
         rates, skips = self.A_logs.chunk(SCANS), self.Ds.chunk(SCANS)
         rank, state = self.dt_projs_weight.shape[2], self.A_logs.shape[1]
         for k, order in enumerate(self.scan_orders(size, u.device)):
-            read = u.index_select(1, order)
-            selected = F.linear(read, self.x_proj_weight[k])
-            t, b, c = torch.split(selected, [rank, state, state], -1)
-            dt = F.linear(t, self.dt_projs_weight[k])
-            values, dt, b, c = (x.mT.contiguous() for x in (read, dt, b, c))
+            ordered = u.index_select(1, order)
+            selected = F.linear(ordered, self.x_proj_weight[k])
+            low_rank_dt, b, c = torch.split(selected, [rank, state, state], -1)
+            dt = F.linear(low_rank_dt, self.dt_projs_weight[k])
+            values, dt, b, c = (x.mT.contiguous() for x in (ordered, dt, b, c))
             y = scan(values, dt, rates[k], b, c, skips[k], self.dt_projs_bias[k])
             total = total.index_add(1, order, y.mT.to(total.dtype))
         return total
 
 
 def _stacked(weights: list[Tensor]) -> nn.Parameter:
+    """Return one parameter with the weights of all scans, as in published checkpoints."""
     return nn.Parameter(torch.stack([weight.detach() for weight in weights]))

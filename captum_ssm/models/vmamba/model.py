@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...attr.call.checks import choice
 from ...errors import OptionError
-from ..perceptron import SMALL, perceptron
+from ..perceptron import INIT_STD, perceptron
 from .mixer import SS2D
 
 DOWNSAMPLES = ("v1", "v2", "v3")
@@ -20,7 +20,7 @@ PATCH_EMBEDS = ("v1", "v2")
 
 
 class PermuteDims(nn.Module):
-    """Permute the dimensions of a tensor, as a module."""
+    """Permute the dimensions of a tensor; a module, so that weight names have published numbers."""
 
     def __init__(self, *order: int) -> None:
         super().__init__()
@@ -33,6 +33,7 @@ class PermuteDims(nn.Module):
 class PatchMerging(nn.Module):
     """Merge each 2 x 2 tokens of a grid (B, h, w, E) to one token, with half height and width."""
 
+    # read by the adapter, as of a convolution that merges the same tokens
     kernel_size = stride = 2, 2
     padding, dilation = (0, 0), (1, 1)
 
@@ -42,7 +43,7 @@ class PatchMerging(nn.Module):
         self.reduction = nn.Linear(4 * width, out, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
+        x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))  # to even height and width
         corners = [x[:, down::2, right::2] for right in (0, 1) for down in (0, 1)]
         out: Tensor = self.reduction(self.norm(torch.cat(corners, -1)))
         return out
@@ -144,15 +145,15 @@ class VMamba(nn.Module):
                 f"depths={tuple(depths)}, dims={dims} and patch_size={patch_size}: pass one depth "
                 "and one width of 1 or more for each stage, and a patch_size of 1 or more."
             )
-        embed = _patches if patch_embed == "v1" else _overlapping_patches
-        self.patch_embed = embed(channels, widths[0], patch_size, patch_norm)
-        places = None if pos_embed is None else torch.randn(1, widths[0], *pos_embed) * SMALL
-        self.register_parameter("pos_embed", None if places is None else nn.Parameter(places))
+        embedding = _separate_patches if patch_embed == "v1" else _overlapping_patches
+        self.patch_embed = embedding(channels, widths[0], patch_size, patch_norm)
+        positions = None if pos_embed is None else torch.randn(1, widths[0], *pos_embed) * INIT_STD
+        self.register_parameter("pos_embed", None if positions is None else nn.Parameter(positions))
         self.layers = nn.ModuleList()
-        for depth, width, following in zip(depths, widths, [*widths[1:], 0], strict=True):
+        for depth, width, next_width in zip(depths, widths, [*widths[1:], 0], strict=True):
             hidden = int(width * mlp_ratio)
             blocks = [VSSBlock(width, hidden, **mixer_options) for _ in range(depth)]
-            coarser = _coarser(downsample, width, following) if following else nn.Identity()
+            coarser = _downsampling(downsample, width, next_width) if next_width else nn.Identity()
             stage = OrderedDict(blocks=nn.Sequential(*blocks), downsample=coarser)
             self.layers.append(nn.Sequential(stage))
         self.classifier = nn.Sequential(
@@ -166,7 +167,7 @@ class VMamba(nn.Module):
         )
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=SMALL)
+                nn.init.trunc_normal_(module.weight, std=INIT_STD)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
@@ -179,17 +180,18 @@ class VMamba(nn.Module):
         """Return the tokens (B, h, w, E) after the last stage, for images (B, C, H, W)."""
         x: Tensor = self.patch_embed(images)
         if self.pos_embed is not None:
-            places: Tensor = self.pos_embed
+            positions: Tensor = self.pos_embed
             size = x.shape[1:3]
-            if places.shape[2:] != size:
-                places = F.interpolate(places, size=size, mode="bicubic", align_corners=False)
-            x = x + places.permute(0, 2, 3, 1)
+            if positions.shape[2:] != size:
+                positions = F.interpolate(positions, size=size, mode="bicubic", align_corners=False)
+            x = x + positions.permute(0, 2, 3, 1)
         for layer in self.layers:
             x = layer(x)
         return x
 
 
-def _patches(channels: int, width: int, patch: int, normed: bool) -> nn.Sequential:
+def _separate_patches(channels: int, width: int, patch: int, normed: bool) -> nn.Sequential:
+    """Return a layer from images (B, C, H, W) to tokens (B, h, w, E), one per patch."""
     return nn.Sequential(
         nn.Conv2d(channels, width, patch, patch),
         PermuteDims(0, 2, 3, 1),
@@ -198,6 +200,7 @@ def _patches(channels: int, width: int, patch: int, normed: bool) -> nn.Sequenti
 
 
 def _overlapping_patches(channels: int, width: int, patch: int, normed: bool) -> nn.Sequential:
+    """Return a layer from images (B, C, H, W) to tokens (B, h, w, E), ``patch`` pixels apart."""
     stride, half = patch // 2, width // 2
     return nn.Sequential(
         nn.Conv2d(channels, half, stride + 1, stride, 1),
@@ -211,7 +214,7 @@ def _overlapping_patches(channels: int, width: int, patch: int, normed: bool) ->
     )
 
 
-def _coarser(kind: str, width: int, out: int) -> nn.Module:
+def _downsampling(kind: str, width: int, out: int) -> nn.Module:
     """Return a layer that halves height and width of a grid of tokens (B, h, w, E)."""
     if kind == "v1":
         return PatchMerging(width, out)
