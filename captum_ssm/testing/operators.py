@@ -24,7 +24,7 @@ from ..operators.kernels.rows import Strip
 #: Largest errors by dtype, relative to the largest result with absolute values of all terms.
 RTOL: Mapping[torch.dtype, float] = {torch.float64: 1e-11, torch.float32: 2e-5}
 #: Gradients of coefficients are long sums; their errors may be larger by this factor.
-_GRADIENTS = 10.0
+_LONG_SUMS = 10.0
 #: A function that returns the context in which the operator's methods are called.
 Setting = Callable[[], AbstractContextManager[None]]
 
@@ -79,30 +79,31 @@ def check_operator(
         >>> decay = torch.rand(2, 9, 3, dtype=torch.float64)
         >>> check_operator(ElementwiseRecurrence, matrices, {"decay": decay})
     """
-    given = dict(coefficients or {})
+    exact_coefficients = dict(coefficients or {})
 
     def run(dtype: torch.dtype | None, device: str, setting: Setting) -> None:
-        cast = {name: _cast(x, dtype, device) for name, x in given.items()}
+        """Check the operator with coefficients of this dtype on this device."""
+        cast = {name: _cast(x, dtype, device) for name, x in exact_coefficients.items()}
         exact = {name: _cast(x, torch.float64, "cpu") for name, x in cast.items()}
         operator = make(**cast)
-        written: list[Any] = [x(**exact) if callable(x) else x for x in (matrices, offset, bound)]
-        plain, size = _plain(operator.shape, *written)
+        arguments: list[Any] = [x(**exact) if callable(x) else x for x in (matrices, offset, bound)]
+        plain, size = _plain_and_size(operator.shape, *arguments)
         check, inputs = _Check(operator, rtol, setting), _inputs(operator, rows, lags, seed)
-        kept = {name: x.clone() for name, x in operator.tensors().items()}
+        before = {name: x.clone() for name, x in operator.tensors().items()}
         check.promises(plain)
-        check.all(_maps(operator, inputs), plain, size, inputs)
-        own = _Check(operator.per_channel(), rtol, setting)
-        questions = _matrices(own.operator, inputs)
-        own.all(questions, plain.own_shares(), size.own_shares(), inputs)
-        if given and callable(matrices) and operator.roles:
-            check.gradients(make, cast, exact, lambda z: plain.of(matrices(**z)), size, inputs)
+        check.all(_clauses_of_maps(operator, inputs), plain, size, inputs)
+        channels = _Check(operator.per_channel(), rtol, setting)
+        clauses = _clauses_of_matrices(channels.operator, inputs)
+        channels.all(clauses, plain.per_channel(), size.per_channel(), inputs)
+        if exact_coefficients and callable(matrices) and operator.roles:
+            check.gradients(make, cast, exact, lambda z: plain.like(matrices(**z)), size, inputs)
         for name, x in operator.tensors().items():
-            check.true(f"tensors()[{name!r}] stays as it is", torch.equal(x, kept[name]))
+            check.true(f"tensors()[{name!r}] stays as it is", torch.equal(x, before[name]))
 
-    run(torch.float64 if given else None, "cpu", nullcontext)
-    if given:  # else the operator may have the default dtype and device
-        run(torch.float32, "cpu", _elsewhere_by_default)
-    if given and torch.cuda.is_available():
+    run(torch.float64 if exact_coefficients else None, "cpu", nullcontext)
+    if exact_coefficients:  # else the operator may have the default dtype and device
+        run(torch.float32, "cpu", _unusual_defaults)
+    if exact_coefficients and torch.cuda.is_available():
         run(torch.float64, "cuda", nullcontext)
 
 
@@ -128,46 +129,48 @@ class _Plain:
             matrices = matrices.reshape(batch, heads, per_head, tokens, tokens)
         self.matrices, self.offset, self.shape, self.is_size = matrices, offset, shape, is_size
 
-    def of(self, matrices: Tensor) -> _Plain:
+    def like(self, matrices: Tensor) -> _Plain:
+        """Return the same with other matrices."""
         return _Plain(matrices, self.offset, self.shape, self.is_size)
 
-    def own_shares(self) -> _Plain:
+    def per_channel(self) -> _Plain:
+        """Return the matrices of each channel's own part, without those that mix channels."""
         if self.matrices.dim() == 5:
             return self
-        return self.of(self.matrices.diagonal(0, 2, 3).movedim(-1, 2).flatten(1, 2))
+        return self.like(self.matrices.diagonal(0, 2, 3).movedim(-1, 2).flatten(1, 2))
 
     @property
     def mT(self) -> _Plain:
         mixed = self.matrices.dim() == 6
-        return self.of(
+        return self.like(
             self.matrices.mT.transpose(2, 3) if mixed else self.matrices.mT.flatten(1, 2)
         )
 
     def apply(self, v: Tensor) -> Tensor:
-        to = "bhpqij,...bjhq->...bihp" if self.matrices.dim() == 6 else "bhpij,...bjhp->...bihp"
-        return torch.einsum(to, self.matrices, v)
+        terms = "bhpqij,...bjhq->...bihp" if self.matrices.dim() == 6 else "bhpij,...bjhp->...bihp"
+        return torch.einsum(terms, self.matrices, v)
 
     def affine(self, v: Tensor) -> Tensor:
         return self.apply(v) if self.offset is None else self.apply(v) + self.offset
 
     def select(self, heads: Sequence[int]) -> _Plain:
         offset = None if self.offset is None else self.offset.expand(self.shape)[:, :, heads]
-        some, shape = self.matrices[:, heads], self.shape._replace(heads=len(heads))
-        return _Plain(some if some.dim() == 6 else some.flatten(1, 2), offset, shape, self.is_size)
+        part, shape = self.matrices[:, heads], self.shape._replace(heads=len(heads))
+        return _Plain(part if part.dim() == 6 else part.flatten(1, 2), offset, shape, self.is_size)
 
     def reduced(self, reduce: Reduce) -> Tensor:
         """Return the matrices reduced over channels (B, L, L), or by channel or head."""
-        every = self.matrices.flatten(1, 2)
+        by_channel = self.matrices.flatten(1, 2)
         if reduce is None or reduce == "heads":
-            return every if reduce is None else self.matrices.mean(2)
+            return by_channel if reduce is None else self.matrices.mean(2)
         if callable(reduce):
-            return reduce(every.movedim(1, -1))
+            return reduce(by_channel.movedim(1, -1))
         if reduce == "mean":
-            return every.mean(1)
+            return by_channel.mean(1)
         if reduce == "product":
-            return every.prod(1)
+            return by_channel.prod(1)
         # the smallest channel has the error of the largest one
-        return every.amin(1) if reduce == "min" and not self.is_size else every.amax(1)
+        return by_channel.amin(1) if reduce == "min" and not self.is_size else by_channel.amax(1)
 
     def mean(self, x: Tensor) -> Tensor:
         return torch.einsum("bij,bj->bi", self.reduced("mean"), x)
@@ -185,10 +188,10 @@ class _Plain:
             if first < last:
                 product = self.matrices * columns
                 out[..., first:last] += product[..., first + lag : last + lag]
-        return self.of(out.flatten(1, 2))
+        return self.like(out.flatten(1, 2))
 
 
-def _plain(
+def _plain_and_size(
     shape: Shape, matrices: Tensor, offset: Tensor | None, bound: Tensor | None
 ) -> tuple[_Plain, _Plain]:
     """Return the matrices, and bounds on the size of terms that may cancel, as :class:`_Plain`."""
@@ -214,7 +217,7 @@ class _Inputs(NamedTuple):
     band: Band
     weight: Tensor  # (Q, B, 1, H, P)
     positions: list[int]
-    each: Tensor  # (B, Q)
+    per_example: Tensor  # (B, Q)
     rows: list[range]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> _Inputs:
@@ -250,7 +253,7 @@ def _inputs(
         ((1, 1, 1, per_head), shape),
     ]
     half = tokens // 2
-    every = [range(tokens), range(half), range(half, tokens), range(tokens - 1, tokens)]
+    all_rows = [range(tokens), range(half), range(half, tokens), range(tokens - 1, tokens)]
     return _Inputs(
         u=randn(*shape),
         v=randn(*shape),
@@ -261,71 +264,71 @@ def _inputs(
         band={lag: randn(*shape) for lag in lags},
         weight=randn(3, batch, 1, heads, per_head),
         positions=[tokens - 1, 0, -1, half],
-        each=torch.randint(-tokens, tokens, (batch, 3), generator=generator),
-        rows=[some for some in (every if rows is None else rows) if len(some)],
+        per_example=torch.randint(-tokens, tokens, (batch, 3), generator=generator),
+        rows=[rows_range for rows_range in (all_rows if rows is None else rows) if len(rows_range)],
     )
 
 
-#: The clause's name, the operator's result, and a function that gets it from matrices.
+#: A name, the operator's result, and a function of matrices m and inputs q that returns the same.
 Clause = tuple[str, Tensor, Callable[[_Plain, _Inputs], Tensor]]
 
 
-def _maps(o: Operator, q: _Inputs) -> Iterator[Clause]:
+def _clauses_of_maps(o: Operator, q: _Inputs) -> Iterator[Clause]:
     """Yield the clauses about methods that apply the operator to values."""
     for name in ("v", "strided", "stack"):
-        yield from _of_values(o, q, name)
+        yield from _clauses_of_values(o, q, name)
     yield "affine", o.affine(q.v), lambda m, q: m.affine(q.v)
     if (offset := o.offset()) is not None:
         yield "offset", offset.expand(o.shape), lambda m, q: m.affine(torch.zeros_like(q.v))
     yield "derivative of apply", _gradient(o.apply, q.v, q.u), lambda m, q: m.mT.apply(q.u)
     if all(type(leaf).transpose is not Operator.transpose for leaf in o.leaves()):
-        # the derived adjoint has no graph
+        # an adjoint that is not overridden has no graph
         yield "derivative of transpose", _gradient(o.transpose, q.v, q.u), lambda m, q: m.apply(q.u)
     twice = _gradient(partial(_gradient, o.apply, q.v), q.u, q.v)
     yield "second derivative of apply", twice, lambda m, q: m.apply(q.v)
     yield "apply without graphs", _unrecorded(o.apply, q.v), lambda m, q: m.apply(q.v)
     yield "transpose without graphs", _unrecorded(o.transpose, q.v), lambda m, q: m.mT.apply(q.v)
-    some = [o.shape.heads - 1, 0, o.shape.heads // 2]
-    part, v = o.select(some), q.v[:, :, some]
-    yield f"select({some})", part.affine(v), lambda m, q: m.affine(q.v)[:, :, some]
+    heads = [o.shape.heads - 1, 0, o.shape.heads // 2]
+    part, v = o.select(heads), q.v[:, :, heads]
+    yield f"select({heads})", part.affine(v), lambda m, q: m.affine(q.v)[:, :, heads]
     adjoint = part.transpose(v)
-    yield f"select({some}), transpose", adjoint, lambda m, q: m.mT.apply(q.v)[:, :, some]
+    yield f"select({heads}), transpose", adjoint, lambda m, q: m.mT.apply(q.v)[:, :, heads]
     names = {leaf.component for leaf in o.leaves() if leaf.component}
-    if (kept := o.restrict(names)) is not None:
-        yield f"restrict({names})", kept.affine(q.v), lambda m, q: m.affine(q.v)
+    if (part_of_all := o.restrict(names)) is not None:
+        yield f"restrict({names})", part_of_all.affine(q.v), lambda m, q: m.affine(q.v)
 
 
-def _of_values(o: Operator, q: _Inputs, name: str) -> Iterator[Clause]:
+def _clauses_of_values(o: Operator, q: _Inputs, name: str) -> Iterator[Clause]:
     x = getattr(q, name)
     yield f"apply({name})", o.apply(x), lambda m, q: m.apply(getattr(q, name))
     yield f"transpose({name})", o.transpose(x), lambda m, q: m.mT.apply(getattr(q, name))
 
 
-def _matrices(o: Operator, q: _Inputs) -> Iterator[Clause]:
+def _clauses_of_matrices(o: Operator, q: _Inputs) -> Iterator[Clause]:
     """Yield the clauses about methods that return or reduce the matrices of channels."""
     yield "mean_matvec", o.mean_matvec(q.x), lambda m, q: m.mean(q.x)
     yield "mean_rmatvec", o.mean_rmatvec(q.x), lambda m, q: m.mT.mean(q.x)
-    forth, back = (_gradient(f, q.x, q.x) for f in (o.mean_matvec, o.mean_rmatvec))
-    yield "derivative of mean_matvec", forth, lambda m, q: m.mT.mean(q.x)
-    yield "derivative of mean_rmatvec", back, lambda m, q: m.mean(q.x)
-    for by in ("mean", "max", "min", "product", "heads", None, _largest):
-        yield from _reduced(o, q, by)
-    yield "unit_rows", o.unit_rows(q.each.T % o.shape.tokens, q.weight), _unit_rows
+    of_map, of_adjoint = (_gradient(f, q.x, q.x) for f in (o.mean_matvec, o.mean_rmatvec))
+    yield "derivative of mean_matvec", of_map, lambda m, q: m.mT.mean(q.x)
+    yield "derivative of mean_rmatvec", of_adjoint, lambda m, q: m.mean(q.x)
+    for by in ("mean", "max", "min", "product", "heads", None, _largest_channel):
+        yield from _clauses_of_reduction(o, q, by)
+    yield "unit_rows", o.unit_rows(q.per_example.T % o.shape.tokens, q.weight), _unit_rows
     for i in range(-1, len(q.factors)):
-        yield from _entries_of(o, q, i)
+        yield from _clauses_of_entries(o, q, i)
     lags = f"with lags {[*q.band]}"
     if (band := o.after_band(q.band)) is not None:
-        yield f"after_band {lags}", _of_band(o, band), lambda m, q: m.times_band(q).matrices
+        yield f"after_band {lags}", _band_matrices(o, band), lambda m, q: m.times_band(q).matrices
 
 
-def _reduced(o: Operator, q: _Inputs, by: Reduce) -> Iterator[Clause]:
+def _clauses_of_reduction(o: Operator, q: _Inputs, by: Reduce) -> Iterator[Clause]:
     yield f"dense({by!r})", o.dense(by), lambda m, q: m.reduced(by)
-    found = o.rows(q.each, by)
+    found = o.rows(q.per_example, by)
     yield (
         f"rows of each example, {by!r}",
         found,
         lambda m, q: torch.stack(
-            [matrix[..., at, :] for matrix, at in zip(m.reduced(by), q.each, strict=True)]
+            [matrix[..., at, :] for matrix, at in zip(m.reduced(by), q.per_example, strict=True)]
         ),
     )
     if by not in ("mean", None):  # the others differ in how channels are combined, checked above
@@ -336,19 +339,20 @@ def _reduced(o: Operator, q: _Inputs, by: Reduce) -> Iterator[Clause]:
     yield f"dense({by!r}, heads=[-1, 0])", found, lambda m, q: m.select([-1, 0]).reduced(by)
 
 
-def _entries_of(o: Operator, q: _Inputs, i: int) -> Iterator[Clause]:
+def _clauses_of_entries(o: Operator, q: _Inputs, i: int) -> Iterator[Clause]:
     """Yield the clauses about ``entries`` for pair ``i`` of the factors; -1 is the band."""
     rows = q.rows if i <= 0 else [range(o.shape.tokens), q.rows[i % len(q.rows)]]
     left, right = q.factors[i]
     left, band = (q.u, q.band) if i < 0 else (left, {0: right})
     sizes = " and ".join(str(tuple(x.shape)) for x in (left, right))
-    for some, by_head in product(rows, (False, True)):
-        found = _whole(o.entries(left, band, some, by_head), o.shape, some)
-        about = f"entries({some}, by_head={by_head}) of {sizes} with lags {[*band]}"
-        yield about, found, partial(_entries, i=i, rows=some, by_head=by_head)
+    for row_range, by_head in product(rows, (False, True)):
+        found = _full_rows(o.entries(left, band, row_range, by_head), o.shape, row_range)
+        about = f"entries({row_range}, by_head={by_head}) of {sizes} with lags {[*band]}"
+        yield about, found, partial(_entries, i=i, rows=row_range, by_head=by_head)
 
 
 def _entries(m: _Plain, q: _Inputs, i: int, rows: range, by_head: bool) -> Tensor:
+    """Return the entries of :func:`_clauses_of_entries`, computed from matrices."""
     found = m.times_band(q).by_head(q.u) if i < 0 else m.by_head(*q.factors[i])
     return (found if by_head else found.sum(1))[..., rows.start : rows.stop, :]
 
@@ -369,8 +373,8 @@ class _Check:
         """Compare each clause's results with plain matrices; arguments must stay unchanged."""
         exact = q.map(lambda x: x.detach().cpu().double().clone())
         largest = exact.map(torch.Tensor.abs)
-        given = _tensors(q)
-        kept, clause = [x.clone() for x in given], "nothing"
+        tensors = _tensors(q)
+        copies, clause = [x.clone() for x in tensors], "nothing"
         while True:
             try:
                 with self.setting():
@@ -380,8 +384,8 @@ class _Check:
             except Exception as error:
                 about = self._about(f"after {clause}")
                 raise AssertionError(f"{about}, the next method raised {error!r}.") from error
-            same = all(map(torch.equal, given, kept))
-            self.true(f"after {clause}, values and factors are unchanged", same)
+            unchanged = all(map(torch.equal, tensors, copies))
+            self.true(f"after {clause}, values and factors are unchanged", unchanged)
             self.close(clause, found, wanted(plain, exact), wanted(size, largest))
 
     def close(
@@ -429,87 +433,91 @@ class _Check:
 
     def promises(self, plain: _Plain) -> None:
         """Check the clauses that need no random values, such as shapes and refused arguments."""
-        o, own = self.operator, plain.own_shares().reduced(None)
+        o, dense = self.operator, plain.per_channel().reduced(None)
         batch, tokens, heads, per_head = o.shape
-        self.true(f"shape is {o.shape}", own.shape == (batch, heads * per_head, tokens, tokens))
-        self.true("mixes_tokens", o.mixes_tokens or not own.tril(-1).any() | own.triu(1).any())
+        self.true(f"shape is {o.shape}", dense.shape == (batch, heads * per_head, tokens, tokens))
+        self.true("mixes_tokens", o.mixes_tokens or not dense.tril(-1).any() | dense.triu(1).any())
         self.true("offset() is None without one", o.offset() is None or plain.offset is not None)
-        held = [x for leaf in o.leaves() for x in leaf.tensors().values()]
-        named = {x.data_ptr() for x in o.tensors().values()}
-        self.true("tensors() are those of leaves()", named == {x.data_ptr() for x in held})
-        self.true("tensors() are frozen", not any(x.requires_grad for x in held))
+        of_leaves = [x for leaf in o.leaves() for x in leaf.tensors().values()]
+        addresses = {x.data_ptr() for x in o.tensors().values()}
+        self.true("tensors() are those of leaves()", addresses == {x.data_ptr() for x in of_leaves})
+        self.true("tensors() are frozen", not any(x.requires_grad for x in of_leaves))
         parts = [{leaf.component for leaf in x.leaves()} for x in (o, o.select(range(heads)))]
         self.true("select keeps components", parts[0] == parts[1])
         structural = any(leaf.component is None for leaf in o.leaves())
         self.true("restrict(()) keeps structural parts", (o.restrict(()) is not None) == structural)
-        read = o.per_channel()
-        for outside in ([tokens], [-tokens - 1], []):
-            self.raises(f"rows({outside})", QueryError, partial(read.rows, outside))
-        for heads_asked in ([heads], [-heads - 1], []):
-            ask = partial(read.dense, "mean", heads_asked)
-            self.raises(f"dense(heads={heads_asked})", OptionError, ask)
-        for ask in (partial(read.dense, "no reduction"), partial(read.rows, [0], "no reduction")):
+        own = o.per_channel()
+        for positions in ([tokens], [-tokens - 1], []):
+            self.raises(f"rows({positions})", QueryError, partial(own.rows, positions))
+        for heads_outside in ([heads], [-heads - 1], []):
+            ask = partial(own.dense, "mean", heads_outside)
+            self.raises(f"dense(heads={heads_outside})", OptionError, ask)
+        for ask in (partial(own.dense, "no reduction"), partial(own.rows, [0], "no reduction")):
             self.raises("a reduction that is not known", OptionError, ask)
 
     def gradients(
         self,
         make: Callable[..., Operator],
-        given: Mapping[str, Tensor],
+        coefficients: Mapping[str, Tensor],
         exact: Mapping[str, Tensor],
         plain: Callable[[Mapping[str, Tensor]], _Plain],
         size: _Plain,
         q: _Inputs,
     ) -> None:
         """Check that coefficients are frozen; check ``backward``, ``at`` and ``vjp``."""
-        o, names = self.operator, [name for name in given if name in self.operator.roles]
-        usual = size.apply(q.v.double().cpu().abs()).max()
+        o, names = self.operator, [name for name in coefficients if name in self.operator.roles]
+        output_size = size.apply(q.v.double().cpu().abs()).max()
 
-        def wanted(
-            z: Mapping[str, Tensor], v: Tensor, g: Tensor
+        def by_matrices(
+            point: Mapping[str, Tensor], v: Tensor, upstream: Tensor
         ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            leaves = {name: z[name].clone().requires_grad_() for name in names}
+            """Return the output at ``point``, and the gradients of v and of the coefficients."""
+            leaves = {name: point[name].clone().requires_grad_() for name in names}
             v = v.double().cpu().requires_grad_()
-            out = plain({**z, **leaves}).apply(v)
-            each = torch.autograd.grad(
-                out, [v, *leaves.values()], g.double().cpu(), materialize_grads=True
+            out = plain({**point, **leaves}).apply(v)
+            gradients = torch.autograd.grad(
+                out, [v, *leaves.values()], upstream.double().cpu(), materialize_grads=True
             )
-            return out, each[0], dict(zip(names, each[1:], strict=True))
+            return out, gradients[0], dict(zip(names, gradients[1:], strict=True))
 
-        def compare(clause: str, found: Mapping[str, Tensor], right: dict[str, Tensor]) -> None:
-            self.true(f"{clause} has gradients of {names}", set(found) == set(right))
-            # at one token nothing follows from most of them, but for rounding
-            sizes = torch.stack([*(x.abs().max() for x in right.values()), usual])
-            for name, x in right.items():
-                self.close(f"{clause}, of {name}", found[name], x, sizes, _GRADIENTS)
+        def compare(clause: str, found: Mapping[str, Tensor], expected: dict[str, Tensor]) -> None:
+            self.true(f"{clause} has gradients of {names}", set(found) == set(expected))
+            # with one token most gradients are 0 except for rounding, so compare with the output
+            sizes = torch.stack([*(x.abs().max() for x in expected.values()), output_size])
+            for name, x in expected.items():
+                self.close(f"{clause}, of {name}", found[name], x, sizes, _LONG_SUMS)
 
-        live = make(**{n: x.clone().requires_grad_(n in names) for n, x in given.items()})
+        live = make(**{n: x.clone().requires_grad_(n in names) for n, x in coefficients.items()})
         frozen = not live.apply(q.v).requires_grad
         self.true("coefficients are frozen if they require gradients", frozen)
         self.true(f"live holds {names}", set(live.live) == set(names))
-        _, of_values, each = wanted(exact, q.v, q.u)
+        _, of_values, gradients = by_matrices(exact, q.v, q.u)
         found, of_coefficients = o.backward(q.v, q.u)
-        self.close("backward, of values", found, of_values, of_values.abs(), _GRADIENTS)
-        compare("backward", of_coefficients, each)
-        moved = [name for name in names if o.roles[name] != "step"]
-        stacks = {name: torch.stack([given[name], 0.5 * given[name]]) for name in moved}
+        self.close("backward, of values", found, of_values, of_values.abs(), _LONG_SUMS)
+        compare("backward", of_coefficients, gradients)
+        # vjp evaluates the map at several values of each coefficient, but of steps
+        movable = [name for name in names if o.roles[name] != "step"]
+        stacks = {
+            name: torch.stack([coefficients[name], 0.5 * coefficients[name]]) for name in movable
+        }
         values, upstream = q.stack[:2, 0], q.stack[:2, 1]
         for name in names:
-            other = o.at({name: 0.5 * given[name]})
-            same = (type(other), other.shape, other.component) == (type(o), o.shape, o.component)
+            half = o.at({name: 0.5 * coefficients[name]})
+            same = (type(half), half.shape, half.component) == (type(o), o.shape, o.component)
             self.true(f"at({{{name!r}}}) is an operator of this kind", same)
-            z = {**exact, name: 0.5 * exact[name]}
-            right = plain(z).apply(q.v.double().cpu())
-            self.close(f"at({{{name!r}}})", other.apply(q.v), right, right.abs(), _GRADIENTS)
+            point = {**exact, name: 0.5 * exact[name]}
+            expected = plain(point).apply(q.v.double().cpu())
+            self.close(f"at({{{name!r}}})", half.apply(q.v), expected, expected.abs(), _LONG_SUMS)
         out, pull = o.vjp(values, stacks)
-        of_stack, found_each = pull(upstream)
+        of_stack, found_coefficients = pull(upstream)
         totals: dict[str, Tensor] = {}
         for i in range(2):
-            z = {**exact, **{name: x[i].double().cpu() for name, x in stacks.items()}}
-            right, of_values, each = wanted(z, values[i], upstream[i])
-            self.close("vjp, the map", out[i], right, right.abs(), _GRADIENTS)
-            self.close("vjp, of values", of_stack[i], of_values, of_values.abs(), _GRADIENTS)
-            totals = {name: x + totals.get(name, 0) for name, x in each.items()}
-        compare("vjp", found_each, totals)
+            point = {**exact, **{name: x[i].double().cpu() for name, x in stacks.items()}}
+            expected, of_values, gradients = by_matrices(point, values[i], upstream[i])
+            self.close("vjp, the map", out[i], expected, expected.abs(), _LONG_SUMS)
+            self.close("vjp, of values", of_stack[i], of_values, of_values.abs(), _LONG_SUMS)
+            totals = {name: x + totals.get(name, 0) for name, x in gradients.items()}
+        compare("vjp", found_coefficients, totals)
 
     def _about(self, clause: str) -> str:
         dtype = "no dtype of its own" if self.dtype is None else str(self.dtype)
@@ -517,15 +525,15 @@ class _Check:
 
 
 @contextmanager
-def _elsewhere_by_default() -> Iterator[None]:
-    """Create new tensors in float16 on the meta device by default, inside the ``with``."""
-    kept = torch.get_default_dtype()
+def _unusual_defaults() -> Iterator[None]:
+    """Make tensors float16 on the meta device by default, so that methods must name both."""
+    default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float16)
     try:
         with torch.device("meta"):
             yield
     finally:
-        torch.set_default_dtype(kept)
+        torch.set_default_dtype(default)
 
 
 def _cast(x: Tensor, dtype: torch.dtype | None, device: str) -> Tensor:
@@ -534,7 +542,8 @@ def _cast(x: Tensor, dtype: torch.dtype | None, device: str) -> Tensor:
 
 
 def _unit_rows(m: _Plain, q: _Inputs) -> Tensor:
-    rows = [matrix[:, :, at] for matrix, at in zip(m.matrices, q.each, strict=True)]
+    """Return the rows at the positions ``per_example``, times ``weight``."""
+    rows = [matrix[:, :, at] for matrix, at in zip(m.matrices, q.per_example, strict=True)]
     return torch.stack(rows).permute(3, 0, 4, 1, 2) * q.weight  # (Q, B, L, H, P)
 
 
@@ -544,10 +553,10 @@ def _tensors(x: Any) -> list[Tensor]:
         return [x]
     if isinstance(x, dict):
         return _tensors([*x.values()])
-    return [y for each in x for y in _tensors(each)] if isinstance(x, list | tuple) else []
+    return [y for item in x for y in _tensors(item)] if isinstance(x, list | tuple) else []
 
 
-def _largest(channels: Tensor) -> Tensor:
+def _largest_channel(channels: Tensor) -> Tensor:
     """Return the largest absolute value of the channels, as an example of a custom reduction."""
     return channels.abs().amax(-1)
 
@@ -571,8 +580,8 @@ def _unrecorded(function: Callable[[Tensor], Tensor], v: Tensor) -> Tensor:
     return out
 
 
-def _whole(strip: Strip, shape: Shape, rows: range) -> Tensor:
-    """Check the row range and shape of some matrix rows; return these rows with all columns."""
+def _full_rows(strip: Strip, shape: Shape, rows: range) -> Tensor:
+    """Check a strip's rows and shape; return these rows of the matrix with all columns."""
     assert strip.rows == rows, f"its rows are {strip.rows}, but must be {rows}"
     by_head = [shape.heads] if strip.entries.dim() == 4 else []
     size = (shape.batch, *by_head, len(rows), len(strip.columns))
@@ -580,7 +589,7 @@ def _whole(strip: Strip, shape: Shape, rows: range) -> Tensor:
     return strip.full(shape.tokens)
 
 
-def _of_band(operator: Operator, band: Band) -> Tensor:
+def _band_matrices(operator: Operator, band: Band) -> Tensor:
     """Return dense matrices (B, H, P, L, L) in which only the diagonals in ``band`` are set."""
     batch, tokens, heads, per_head = operator.shape
     size = batch, heads, per_head, tokens, tokens
