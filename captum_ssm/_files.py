@@ -32,8 +32,8 @@ def make_folder(folder: Path) -> None:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write text (UTF-8) or bytes to a file; if this fails, the old file is unchanged."""
     data = content.encode("utf-8") if isinstance(content, str) else content
-    with replacing(path) as beside:
-        beside.write_bytes(data)
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
 
 
 @contextmanager
@@ -43,13 +43,13 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         WriteError: if the file cannot be written; ``path`` is then unchanged.
     """
-    real = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(path))  # a link stays a link
     with writing(path):
-        if real.exists() and not real.is_file():  # a device or pipe cannot be replaced
-            yield real
+        if target.exists() and not target.is_file():  # a device or pipe cannot be replaced
+            yield target
         else:
-            with _moved_to(real.parent) as beside:
-                yield beside / real.name
+            with _temporary_inside(target.parent) as temporary:
+                yield temporary / target.name
 
 
 @contextmanager
@@ -60,8 +60,8 @@ def filling(folder: Path) -> Iterator[Path]:
         WriteError: if a file cannot be written; ``folder`` is then unchanged.
     """
     make_folder(folder)
-    with writing(folder), _moved_to(folder) as beside:
-        yield beside
+    with writing(folder), _temporary_inside(folder) as temporary:
+        yield temporary
 
 
 @contextmanager
@@ -79,15 +79,15 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _moved_to(folder: Path) -> Iterator[Path]:
+def _temporary_inside(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder inside ``folder``; move its files up if the ``with`` succeeds."""
-    with tempfile.TemporaryDirectory(prefix=".", dir=folder, ignore_cleanup_errors=True) as made:
-        beside = Path(made)
-        yield beside
-        written = sorted(beside.iterdir())
+    with tempfile.TemporaryDirectory(prefix=".", dir=folder, ignore_cleanup_errors=True) as name:
+        temporary = Path(name)
+        yield temporary
+        written = sorted(temporary.iterdir())
         for file in written:
-            with file.open("rb+") as opened:  # write the content to disk before the new name
-                os.fsync(opened.fileno())
+            with file.open("rb+") as stream:  # write the content to disk before the new name
+                os.fsync(stream.fileno())
         for file in written:
             file.replace(folder / file.name)
 
@@ -97,20 +97,20 @@ def _moved_to(folder: Path) -> Iterator[Path]:
 
 def existing_folder(path: str | Path, contents: str) -> Path:
     """Return ``path`` if it is a folder; otherwise raise an error that asks for ``contents``."""
-    found = Path(path)
-    if not found.is_dir():
-        state = "is not a folder" if found.exists() else "does not exist"
-        raise DataNotFoundError(f"{found} {state}. Pass the folder that contains {contents}.")
-    return found
+    folder = Path(path)
+    if not folder.is_dir():
+        state = "is not a folder" if folder.exists() else "does not exist"
+        raise DataNotFoundError(f"{folder} {state}. Pass the folder that contains {contents}.")
+    return folder
 
 
 def existing_file(path: str | Path, wanted: str) -> Path:
     """Return ``path`` if it is a file; otherwise raise an error that asks for ``wanted``."""
-    found = Path(path)
-    if not found.is_file():
-        state = "is not a file" if found.exists() else "does not exist"
-        raise DataNotFoundError(f"{found} {state}. Pass {wanted}.")
-    return found
+    file = Path(path)
+    if not file.is_file():
+        state = "is not a file" if file.exists() else "does not exist"
+        raise DataNotFoundError(f"{file} {state}. Pass {wanted}.")
+    return file
 
 
 def read_json(path: Path) -> Any:
@@ -140,12 +140,12 @@ def read_safetensors(path: Path, need: str) -> dict[str, Tensor]:
     if not path.is_file():
         raise DataNotFoundError(f"{path} does not exist. Pass a folder that contains {path.name}.")
     try:
-        found: dict[str, Tensor] = import_module("safetensors.torch").load_file(path)
+        tensors: dict[str, Tensor] = import_module("safetensors.torch").load_file(path)
     except safetensors.SafetensorError as error:
         raise CheckpointError(
             f"{path} is not a complete safetensors file: {error}. Save or download it again."
         ) from error
-    return found
+    return tensors
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:

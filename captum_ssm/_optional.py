@@ -23,13 +23,13 @@ def on_first_use(package: str, places: Mapping[str, str]) -> Callable[[str], Any
         package: the package, which is imported without the modules of its names.
         places: public names, separated by spaces, by their module in the package.
     """
-    where = {name: place for place, names in places.items() for name in names.split()}
+    module_of = {name: module for module, names in places.items() for name in names.split()}
 
-    def get(name: str) -> Any:
-        if name not in where:
+    def import_name(name: str) -> Any:
+        if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(f".{where[name]}", package), name)
-        setattr(sys.modules[package], name, value)
+        value = getattr(import_module(f".{module_of[name]}", package), name)
+        setattr(sys.modules[package], name, value)  # found without __getattr__ from now on
         return value
 
-    return get
+    return import_name

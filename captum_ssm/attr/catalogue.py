@@ -23,7 +23,7 @@ from captum.attr import (
     Saliency,
 )
 
-from .._names import known_as, meant
+from .._names import find_name, suggest
 from ..errors import OptionError
 from ..linear import FAMILY, Rule
 from .call.checks import PRESETS
@@ -296,14 +296,14 @@ def method_named(name: str, argument: str) -> type[Attribution]:
         ['LatimFlow', 'InputXGradient']
     """
     known: dict[str, Any] = {x.__name__: x for x in OFFERED}
-    key = known_as(name, known)
+    key = find_name(name, known)
     if key is None:
         known |= {x.name: x for x in entry_points(group="captum_ssm.methods")}
-        key = known_as(name, known)
+        key = find_name(name, known)
     if key is None:
         raise OptionError(
-            f"{argument} contains {name!r}, which is not a method.{meant(name, known)} Pass one of "
-            f"{', '.join(known)}."
+            f"{argument} contains {name!r}, which is not a method.{suggest(name, known)} Pass one "
+            f"of {', '.join(known)}."
         )
     offered = known[key]
     method: type[Attribution] = offered if isinstance(offered, type) else offered.load()

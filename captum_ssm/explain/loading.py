@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._names import meant
+from .._names import suggest
 from .._optional import optional
 from ..errors import CaptumSSMError, DataNotFoundError, OptionError
 from ..models import load_vim, load_vmamba
@@ -210,7 +210,7 @@ def config_of(source: Source) -> Any:
     if not Path(name).is_dir() and not source.hub:
         raise DataNotFoundError(
             f"{source.name} is neither a folder, a file nor a bundled model "
-            f"({', '.join(BUNDLED)}).{meant(source.name, BUNDLED)} To download a model of this "
+            f"({', '.join(BUNDLED)}).{suggest(source.name, BUNDLED)} To download a model of this "
             "name from the hub, add --hub."
         )
     with as_checkpoint_error(f"{source.name} has no usable configuration"):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from captum.attr import IntegratedGradients
 
-from .._names import known_as, meant
+from .._names import find_name, suggest
 from ..errors import OptionError
 from .methods import ATTRIBUTION_NAMES_TO_METHODS
 
@@ -123,9 +123,9 @@ class FilterConfig(NamedTuple):
 def _listed_name(argument: str, name: Any) -> str:
     """Return a method's name as the page lists it; for unknown names, blame ``argument``."""
     names = list(ATTRIBUTION_NAMES_TO_METHODS)
-    match = known_as(name, names)
+    match = find_name(name, names)
     if match is None:
         raise OptionError(
-            f"{argument}={name!r} is not known.{meant(name, names)} Use one of: {', '.join(names)}."
+            f"{argument}={name!r} is not known.{suggest(name, names)} Use one of: {', '.join(names)}."
         )
     return match

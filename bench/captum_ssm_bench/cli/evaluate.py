@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from captum_ssm._names import known_as, meant
+from captum_ssm._names import find_name, suggest
 from captum_ssm.errors import OptionError
 
 if TYPE_CHECKING:
@@ -137,11 +137,11 @@ def _known(what: str, asked: Sequence[str] | None, known: Iterable[str]) -> list
     names = dict.fromkeys(known)
     found = []
     for each in asked or ():
-        name = known_as(each, names)
+        name = find_name(each, names)
         if name is None:
             accepted = ", ".join(filter(None, names))
             raise OptionError(
-                f"{what}: {each!r} is not known.{meant(each, names)} Use some of {accepted}."
+                f"{what}: {each!r} is not known.{suggest(each, names)} Use some of {accepted}."
             )
         found.append(name)
     return None if asked is None else found

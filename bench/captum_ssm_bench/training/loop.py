@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from captum_ssm._files import filling, make_folder
-from captum_ssm._names import meant
+from captum_ssm._names import suggest
 from captum_ssm.errors import OptionError
 from captum_ssm.tracing import repaired_scans
 
@@ -35,7 +35,8 @@ def recipe_of(name: str) -> Recipe:
     known = {**RECIPES, **DICTIONARY_RECIPES}
     if name not in known:
         raise OptionError(
-            f"name={name!r}: no such bundled model.{meant(name, known)} Use one of {tuple(known)}."
+            f"name={name!r}: no such bundled model.{suggest(name, known)} Use one of "
+            f"{tuple(known)}."
         )
     return known[name]
 

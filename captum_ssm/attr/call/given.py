@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..._names import meant
+from ..._names import suggest
 from ...errors import ArgumentError, InputError, ModelNotFoundError, TargetError
 from ...tracing import find_model
 from ..text.codec import Codec
@@ -62,7 +62,7 @@ def bind_arguments(
         extra = next((x for x in kwargs if x not in parameters), None)
         if extra is not None and extra in advice:
             raise ArgumentError(f"{extra} is not an argument of {name}. {advice[extra]}") from None
-        hint = "" if extra is None else meant(extra, parameters)
+        hint = "" if extra is None else suggest(extra, parameters)
         raise ArgumentError(f"{name}: {error}.{hint} Pass only {', '.join(parameters)}.") from None
 
 
