@@ -18,7 +18,7 @@ from ..tracing import Layer, Mixer, Trace
 from ..tracing.hooks import detached
 from ..tracing.offload import linearize
 from ..tracing.projection import projection_of
-from .messages import MessageShare, carried, is_attention, of_heads, share_of
+from .messages import MessageShare, head_mask, is_attention, share_of, sum_messages
 from .pairs import Edges, Pairs, pairs_of
 
 #: Values of the option ``replace``: None for zeros, ``"mean"`` for the mean token's message, or the
@@ -101,6 +101,7 @@ class CutCall:
 
     def __init__(self, mixer: Mixer, call: Call, number: int, acting: Sequence[KnockOut]) -> None:
         self.mixer, self.number = mixer, number
+        # the innermost acts for all, with its map of tokens and its tolerance
         self.acting, self.inner = acting, acting[-1]
         args, kwargs, output = (detached(x) for x in (call.args, call.kwargs, call.output))
         self.call = replace(call, args=args, kwargs=kwargs, output=output)
@@ -123,18 +124,19 @@ class CutCall:
                 if not kind.selection
             }
 
-    def changed(self) -> Tensor | None:
+    def cut_output(self) -> Tensor | None:
         """Return the mixer's output without the cut messages; None if no message is cut."""
         with torch.inference_mode(False), torch.no_grad(), full_precision(self.output.device):
             self._drop_other_kinds()
             self._refuse_conflicting_cuts()
             partial_kinds = [k for k in self.edges if not k.is_whole]
-            cut_messages = [self._lost(kind) for kind in partial_kinds]
+            cut_messages = [self._decrease(kind) for kind in partial_kinds]
             decrease = None
             if cut_messages:
                 unprojected = sum_tensors(cut_messages).flatten(-2)
                 decrease = self._as_returned(projection_of(self.linear).product(unprojected))
             whole_kinds = [k for k in self.edges if k.is_whole]
+            # kinds that are whole are equal
             mask = self._pairs(whole_kinds[0])[0].targets[0] if whole_kinds else None
         out = self.output
         if decrease is not None and bool(decrease.any()):
@@ -211,33 +213,33 @@ class CutCall:
                         "or edges without a common pair of tokens."
                     )
 
-    def _lost(self, kind: Kind) -> Tensor:
+    def _decrease(self, kind: Kind) -> Tensor:
         """Sum the cut messages minus their replacements, before the projection, (B, L, H, P)."""
         pairs = self._pairs(kind)
         if kind.selection:
-            return self._lost_with_selection(kind, pairs)
-        lost = self._message(kind, pairs)
+            return self._decrease_with_selection(kind, pairs)
+        cut = self._message(kind, pairs)
         self._refuse_against_causality(kind)
         if kind.by is None or kind.by.donor is None:
-            return lost
+            return cut
         key = self.mixer.module, self.number
         sent = kind.by.donor_messages.get(key, {}).get(kind)
-        if sent is None or sent.shape[1:] != lost.shape[1:] or len(sent) not in (1, len(lost)):
+        if sent is None or sent.shape[1:] != cut.shape[1:] or len(sent) not in (1, len(cut)):
             what = "does not run the layer" if sent is None else f"has {tuple(sent.shape[:2])}"
             raise InputError(
                 f"Layer {self.mixer.name!r}: the run on the replace input {what}, but this run has "
-                f"(B, L) = {tuple(lost.shape[:2])}. Pass replace with {lost.shape[1]} tokens."
+                f"(B, L) = {tuple(cut.shape[:2])}. Pass replace with {cut.shape[1]} tokens."
             )
-        return lost - sent
+        return cut - sent
 
     def _message(self, kind: Kind, pairs: Sequence[Pairs]) -> Tensor:
         """Sum the messages along pairs; with ``replace="mean"``, minus the mean token's message."""
         linear, values = self.linear, None
         if kind.by is not None and kind.by.replacement == "mean":
             values = linear.values - _mean(linear.values, linear.mask)
-        return carried(linear, pairs, kind.share, self.mixer.name, values)
+        return sum_messages(linear, pairs, kind.share, self.mixer.name, values)
 
-    def _lost_with_selection(self, kind: Kind, pairs: Sequence[Pairs]) -> Tensor:
+    def _decrease_with_selection(self, kind: Kind, pairs: Sequence[Pairs]) -> Tensor:
         """Return the targets' decrease (B, L, H, P) if the sources in the mixer's input change.
 
         The mixer's linear form and coefficients are computed again for each set of sources.
@@ -249,14 +251,14 @@ class CutCall:
         elif kind.by is not None:
             recorded = kind.by.donor_inputs.get((self.mixer.module, self.number))
             if recorded is None or recorded.shape[1:] != hidden.shape[1:]:
-                got = None if recorded is None else tuple(recorded.shape)
+                shape = None if recorded is None else tuple(recorded.shape)
                 raise InputError(
-                    f"Layer {self.mixer.name!r}: the layer's input has shape {got} in the run on "
+                    f"Layer {self.mixer.name!r}: the layer's input has shape {shape} in the run on "
                     f"the replace input, but {tuple(hidden.shape)} in this run. Pass replace with "
                     f"{hidden.shape[1]} tokens."
                 )
             replacement = replacement + recorded
-        unchanged, lost = linear.operator.affine(linear.values), torch.zeros_like(linear.values)
+        unchanged, decrease = linear.operator.affine(linear.values), torch.zeros_like(linear.values)
         for products in pairs:
             for targets, sources in zip(*products, strict=True):
                 is_source = self._as_returned(
@@ -265,8 +267,8 @@ class CutCall:
                 call = _with_hidden(self.call, torch.where(is_source, replacement, hidden))
                 linear_without = linearize(self.mixer, call, running=True)
                 changed = linear_without.operator.affine(linear_without.values)
-                lost += (unchanged - changed) * targets.to(hidden.device)[..., None, None]
-        return lost * of_heads(linear, kind.share.heads, self.mixer.name)
+                decrease += (unchanged - changed) * targets.to(hidden.device)[..., None, None]
+        return decrease * head_mask(linear, kind.share.heads, self.mixer.name)
 
     def _refuse_against_causality(self, kind: Kind) -> None:
         """Raise if a causal mixer's targets all precede their sources, so there are no messages."""
@@ -276,7 +278,7 @@ class CutCall:
             pairs = self._pairs(kind, [edges])
             if not pairs or any(_has_pair_along_time(each_pairs) for each_pairs in pairs):
                 continue
-            have_tokens = any(bool((s.targets.any(-1) & s.sources.any(-1)).any()) for s in pairs)
+            have_tokens = any(bool((p.targets.any(-1) & p.sources.any(-1)).any()) for p in pairs)
             if have_tokens and not bool(self._message(kind._replace(by=None), pairs).any()):
                 raise QueryError(
                     f"Layer {self.mixer.name!r} reads only earlier tokens, but of the edges from "
@@ -294,8 +296,8 @@ class _Without(torch.autograd.Function):
     """Subtracts messages from an output; raises in backward, where gradients would be wrong."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, lost: Tensor) -> Tensor:
-        return (output.to(lost) - lost).to(output)
+    def forward(ctx: Any, output: Tensor, messages: Tensor) -> Tensor:
+        return (output.to(messages) - messages).to(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -325,13 +327,13 @@ def _mean(x: Tensor, mask: Tensor | None) -> Tensor:
     return (x * keep).sum(1, keepdim=True) / keep.sum(1, keepdim=True).clamp_min(1)
 
 
-def _share_a_pair(one: Sequence[Pairs], other: Sequence[Pairs]) -> bool:
+def _share_a_pair(first: Sequence[Pairs], second: Sequence[Pairs]) -> bool:
     """Return True if some pair of tokens is in both ``one`` and ``other``."""
     return any(
         bool((a.targets[r] & t).any(-1).logical_and((a.sources[r] & s).any(-1)).any())
-        for a in one
+        for a in first
         for r in range(len(a.targets))
-        for b in other
+        for b in second
         for t, s in zip(*b, strict=True)
     )
 

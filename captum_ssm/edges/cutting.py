@@ -172,12 +172,12 @@ class _KnockOut(Watcher):
         unwatched = self._state()
         modules = {outer for m in self.mixers for outer in (m.module, *m.around)}
         for module in modules:
-            before = hooked(
-                module.register_forward_pre_hook, self._begin, prepend=True, with_kwargs=True
+            pre_hook = hooked(
+                module.register_forward_pre_hook, self._enter, prepend=True, with_kwargs=True
             )
-            stack.enter_context(before)
-            after = functools.partial(hooked, module.register_forward_hook)
-            stack.enter_context(after(self._end, always_call=True))
+            stack.enter_context(pre_hook)
+            register = functools.partial(hooked, module.register_forward_hook)
+            stack.enter_context(register(self._leave, always_call=True))
         observe(self.model, self.mixers, (self,), stack, gradients=False, vouched=self.vouched)
         stack.callback(self._forget)
         self._states = unwatched, self._state()
@@ -190,7 +190,7 @@ class _KnockOut(Watcher):
     def looks_away(self) -> bool:
         return _looks_away.get()
 
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count nested calls; at the outermost one, map each mixer's tokens to the input tokens."""
         if self.looks_away:
             return
@@ -221,7 +221,7 @@ class _KnockOut(Watcher):
         finally:
             _looks_away.reset(token)
 
-    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Raise at the end of a run if edges name a kind of mixer and no such mixer ran."""
         if self.looks_away:
             return
@@ -258,7 +258,7 @@ class _KnockOut(Watcher):
                 self.donor_messages[mixer.module, number] = donor_call.messages()
                 self.donor_inputs[mixer.module, number] = call.hidden_states.detach()
         elif acting and acting[-1] is self:  # the innermost one acts for all
-            return CutCall(mixer, call, number, acting).changed()
+            return CutCall(mixer, call, number, acting).cut_output()
         return None
 
     def given_tokens(self, layer: str, number: int) -> tuple[tuple[int, int], Tensor]:

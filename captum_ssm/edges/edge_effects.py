@@ -230,13 +230,13 @@ class EdgeEffects(Explainer):
                 ((value, gradients),) = coefficients(request, [question], self.rule, again)
             else:
                 value, _ = contrasted(run.output, question.target, question.contrast)
-                # the weights (B,), of a fold, are not read here
-                asked = Question(question.target, torch.zeros_like(value), value)
+                # the second field is for folds only
+                fold_question = Question(question.target, torch.zeros_like(value), value)
                 outputs = [layer.output for layer in run.layers]
                 names = [layer.name for layer in run.layers]
                 if again:  # blocks run once more as they did
                     observe(request.model, mixers, (), stack, gradients=True, vouched=True)
-                gradients = replace(run, questions=[asked]).gradients(outputs, names)
+                gradients = replace(run, questions=[fold_question]).gradients(outputs, names)
         layers = []
         norms_of: Sequence[Sequence[NormReader]] = [()] * len(gradients)
         if norm_calls is not None:
@@ -257,5 +257,5 @@ class EdgeEffects(Explainer):
 
 
 def _linear_again(record: Trace, layer: Layer) -> LinearMixer:
-    """Build a layer's linear mixer again; ``record`` keeps the latest one."""
+    """Build a layer's linear mixer again, with ``record``, to which the layer refers weakly."""
     return layer.written

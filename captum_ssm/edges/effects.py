@@ -28,7 +28,7 @@ from ..operators.kernels.arithmetic import sum_tensors, underflow_flushed
 from ..operators.kernels.rows import Positions, at_positions, in_stacks, slices
 from ..tracing import Mixer
 from ..tracing.projection import projection_of
-from .messages import carried, is_attention, share_of
+from .messages import is_attention, share_of, sum_messages
 from .pairs import Edges, pairs_of
 from .readers import Readers
 
@@ -97,7 +97,8 @@ class LayerEffects:
         """
         products = locals_and_cores(self.linear.operator, like=self.linear.values)
         return [
-            (reduce(lambda x, local: local.transpose(x), p, gradient), core) for p, core in products
+            (reduce(lambda x, local: local.transpose(x), parts, gradient), core)
+            for parts, core in products
         ]
 
     def _unprojected_gradient_at(self, index: Tensor) -> Tensor:
@@ -191,7 +192,7 @@ class LayerEffects:
             ((targets, _),) = pairs
             keep = targets[0].to(self.gradient)[..., None]
             return self._effect_of_subtracting(self.linear.output() * keep)
-        messages = carried(self.linear, pairs, share, self.name)
+        messages = sum_messages(self.linear, pairs, share, self.name)
         if self.readers is None:
             return (messages * self._unprojected_gradient).flatten(1).sum(1)
         return self._effect_of_subtracting(projection_of(self.linear).product(messages.flatten(-2)))
@@ -201,7 +202,7 @@ class LayerEffects:
         if self.readers is None:
             return (self.gradient * lost).flatten(1).sum(1)
         positions = torch.arange(lost.shape[1], device=lost.device).expand(len(lost), -1)
-        return self.readers.lost(lost[:, :, None], positions).flatten(1).sum(1)
+        return self.readers.effects(lost[:, :, None], positions).flatten(1).sum(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -351,16 +352,16 @@ class Effects:
         count = len(self.layers)
         if index is not None and -count <= index < count:
             return [self.layers[index]]
-        named = [candidate for candidate in self.layers if layer in candidate.mixer.names]
-        if not named:
+        layers = [candidate for candidate in self.layers if layer in candidate.mixer.names]
+        if not layers:
             raise OptionError(
                 f"layers contains {layer!r}, which did not run. Pass a number from 0 to "
                 f"{count - 1}, or a name: {', '.join(self.names)}."
             )
-        return named
+        return layers
 
     def _total(self, layers: Any, quantity: Callable[[LayerEffects], Tensor]) -> Tensor:
-        """Sum the function ``of`` over the chosen layers; raise if layers read different tokens."""
+        """Sum ``quantity`` over the selected layers; raise if layers read different tokens."""
         selected = self._layers_of(layers)
         if not selected:
             raise OptionError(
@@ -369,13 +370,13 @@ class Effects:
         first, *others = selected
         total = quantity(first)
         for layer in others:
-            more = quantity(layer)
-            if total.shape != more.shape:
+            of_layer = quantity(layer)
+            if total.shape != of_layer.shape:
                 raise InputError(
-                    f"layers={layers!r} selects layers of {total.shape[1]} and {more.shape[1]} "
+                    f"layers={layers!r} selects layers of {total.shape[1]} and {of_layer.shape[1]} "
                     "tokens, which cannot be summed. Pass layers that read the same tokens."
                 )
-            total = total + more
+            total = total + of_layer
         return total
 
     def _at_input_tokens(self, x: Tensor) -> Tensor:

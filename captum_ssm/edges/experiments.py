@@ -298,11 +298,11 @@ def _run_and_record(model: nn.Module, run: Callable[[], Any]) -> tuple[Any, dict
 def _mixers_that_ran(model: nn.Module, parts: Mapping[Mixer, _Part], layers: Layers) -> list[Mixer]:
     """Return the mixers that ``layers`` names and that ran, in the order in which they ran."""
     edges = Edges(layers)
-    named = {mixer.module for mixer in edges.chosen(find_mixers(model))}
+    selected = {mixer.module for mixer in edges.chosen(find_mixers(model))}
     mixers = [
         mixer
         for mixer, recorded in parts.items()
-        if mixer.module in named and edges.is_of_kind(recorded.is_attention)
+        if mixer.module in selected and edges.is_of_kind(recorded.is_attention)
     ]
     if not mixers:
         raise NoMixerError(
@@ -313,6 +313,7 @@ def _mixers_that_ran(model: nn.Module, parts: Mapping[Mixer, _Part], layers: Lay
 
 
 def _window(middle: int, size: int, count: int) -> range:
+    """Return the indices of ``size`` of ``count`` layers around one layer; fewer at the ends."""
     return range(max(0, middle - size // 2), min(count, middle + (size + 1) // 2))
 
 

@@ -158,18 +158,18 @@ def _map_tokens(
         stack.enter_context(beginning.seen())
         call(start)
     layers = recording.record.layers
-    # nothing is known then: a module of a map may have been called on windows of it
+    # without input tokens and with windows of an image nothing is known
     if not layers or (sequence is None and layers[0].map is not None):
         return Given((0, 0), {})
     replays = Replays(layers, beginning, call, start, vouched=vouched)
-    replays.settle_every_hook()  # a mixer may mix, and so may a hook in its place
+    replays.settle_every_hook()  # hooks after mixers may mix tokens, too
     root = replays.root
     if sequence is not None and root is not None and root.shape[1] != sequence.shape[1]:
-        replays.root = start  # others were looked up behind the text, or some of it again
+        replays.root = start  # the embeddings have other tokens, too: put noise at the input
     positions_by_layer = tokens_read(replays)
     if sequence is None:  # positions count the tokens of the first mixer
         if replays.root is not None and positions_by_layer[0] is None:
-            replays.root = None  # the mixer reads mixed tokens of it, or none: begin at the mixer
+            replays.root = None  # the mixer reads no single tokens of it: begin at the mixer
             positions_by_layer = tokens_read(replays)
         if replays.root is not None:
             positions_by_layer = _positions_in_first(positions_by_layer)
@@ -185,7 +185,7 @@ def _positions_in_first(positions: Sequence[Tensor | None]) -> list[Tensor | Non
     """Convert each layer's input positions (B, L') to positions in the first layer, or -1."""
     of_first = positions[0]
     assert of_first is not None
-    absent = max(int(x.max()) for x in positions if x is not None) + 1
+    absent = max(int(x.max()) for x in positions if x is not None) + 1  # in place of -1
     index = torch.arange(of_first.shape[1], device="cpu").expand_as(of_first)
     index_of = torch.full((len(of_first), absent + 1), -1, device="cpu")
     index_of.scatter_(1, of_first.where(of_first >= 0, absent), index)

@@ -47,7 +47,7 @@ def is_attention(linear: LinearMixer) -> bool:
     return any(isinstance(leaf, DenseHeads) for leaf in linear.operator.leaves())
 
 
-def carried(
+def sum_messages(
     linear: LinearMixer,
     pairs: Iterable[Pairs],
     share: MessageShare,
@@ -69,7 +69,7 @@ def carried(
     values = linear.values if values is None else values
     operators: list[tuple[int, Operator]] = [(1, linear.operator)]
     if share.without is not None:  # the cut components: the whole minus the operator without them
-        operators.append((-1, _without(linear, share.without, layer)))
+        operators.append((-1, _operator_without(linear, share.without, layer)))
     total = torch.zeros_like(values)
     for targets, sources in pairs:
         targets, sources = (x.to(values.device)[..., None, None] for x in (targets, sources))
@@ -81,10 +81,10 @@ def carried(
                 else:
                     received = operator.apply(values * sources[chunk])
                 total += sign * (received * targets[chunk]).sum(0)
-    return total * of_heads(linear, share.heads, layer)
+    return total * head_mask(linear, share.heads, layer)
 
 
-def _without(linear: LinearMixer, components: frozenset[str], layer: str) -> Operator:
+def _operator_without(linear: LinearMixer, components: frozenset[str], layer: str) -> Operator:
     """Return the mixer's operator without some of its components."""
     present = {leaf.component for leaf in linear.operator.leaves()}
     if not components <= present:
@@ -95,7 +95,7 @@ def _without(linear: LinearMixer, components: frozenset[str], layer: str) -> Ope
     return linear.restrict(COMPONENTS - components).operator
 
 
-def of_heads(linear: LinearMixer, heads: Sequence[int] | None, layer: str) -> Tensor:
+def head_mask(linear: LinearMixer, heads: Sequence[int] | None, layer: str) -> Tensor:
     """Return a mask (H, 1) with 1 for the selected heads, or (1, 1) for all heads."""
     count = linear.operator.shape.heads
     if heads is None:

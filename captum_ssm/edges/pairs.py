@@ -106,8 +106,8 @@ class Edges:
         checks.flags(selection=self.selection)
         if self.heads is not None:
             checks.no_repeats("heads", self.head_numbers or ())
-        for one in self.without or ():
-            checks.choice("component", one, sorted(COMPONENTS))
+        for component in self.without or ():
+            checks.choice("component", component, sorted(COMPONENTS))
         if self.selection and self.component is not None:
             raise OptionError(
                 "selection=True removes the sources from the mixer's whole computation. Leave "
@@ -119,9 +119,9 @@ class Edges:
         """The indices of the selected heads; None for all heads."""
         if self.heads is None:
             return None
-        one = checks.as_integer(self.heads)
-        meant = "heads (for Mamba-1: channels)"
-        return (one,) if one is not None else checks.integers("heads", self.heads, meant)
+        head = checks.as_integer(self.heads)
+        noun = "heads (for Mamba-1: channels)"
+        return (head,) if head is not None else checks.integers("heads", self.heads, noun)
 
     @property
     def without(self) -> frozenset[str] | None:
@@ -133,14 +133,14 @@ class Edges:
     @property
     def relations(self) -> list[Relation]:
         """The relations that ``targets`` and ``sources`` name, as functions of both positions."""
-        found: list[Relation] = []
+        relations: list[Relation] = []
         if isinstance(self.targets, str):
-            found.append(RELATIONS[self.targets])
+            relations.append(RELATIONS[self.targets])
         if isinstance(self.sources, str):
             named = RELATIONS[self.sources]
-            found.append(lambda target, source: named(source, target))
-        own = (x for x in (self.targets, self.sources) if callable(x))
-        return [*found, *own]
+            relations.append(lambda target, source: named(source, target))
+        functions = (x for x in (self.targets, self.sources) if callable(x))
+        return [*relations, *functions]
 
     def chosen(self, mixers: Sequence[Mixer]) -> list[Mixer]:
         """Return the mixers that ``layers`` selects; all for a kind, which is checked in a run."""
@@ -180,9 +180,9 @@ def _mixers_named(entry: Any, mixers: Sequence[Mixer]) -> list[Mixer]:
         named = named or [m for m in mixers if m.architecture.family.lower() == entry.lower()]
     if not named:
         families = dict.fromkeys(m.architecture.family for m in mixers)
-        what = entry if isinstance(entry, str) else type(entry).__name__
+        shown = entry if isinstance(entry, str) else type(entry).__name__
         raise NoMixerError(
-            f"layers contains {what!r}, which is not a mixer of this model. Pass a mixer: "
+            f"layers contains {shown!r}, which is not a mixer of this model. Pass a mixer: "
             f"{', '.join(m.name for m in mixers)}; or a family: {', '.join(families)}."
         )
     return named
@@ -269,21 +269,21 @@ def _products(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return one example's pairs as products of a target mask and a source mask, (L',).
 
-    Only the tokens in the slice ``some`` are used, as sources if ``along_sources``, else as
-    targets. ``at`` has the tokens' positions (L',). Tokens with equal partners share a mask.
+    Only the tokens in the slice ``part`` are used, as sources if ``along_sources``, else as
+    targets. Of these own tokens, all with the same partners at the other end are one product.
     """
     position = torch.arange(len(positions))
     ends = [(t[example], s[example]) for t, s, _ in masks]
     involved = torch.stack([s if along_sources else t for t, s in ends]).any(0)
-    own = position[part][involved[part]]
+    own_tokens = position[part][involved[part]]
     partners = torch.stack([t if along_sources else s for t, s in ends]).any(0).nonzero().flatten()
-    if not len(own) or not len(partners):
+    if not len(own_tokens) or not len(partners):
         return []
-    target, source = (partners, own) if along_sources else (own, partners)
+    target, source = (partners, own_tokens) if along_sources else (own_tokens, partners)
     is_pair = torch.zeros(len(target), len(source), dtype=torch.bool)
     for (targets, sources), (_, _, relations) in zip(ends, masks, strict=True):
         by_edges = targets[target][:, None] & sources[source]
-        for relation in relations:
+        for relation in relations:  # of positions in the input, so not for -1
             by_edges &= _relation_mask(
                 relation, positions[target][:, None], positions[source][None]
             )
@@ -297,7 +297,7 @@ def _products(
         if not bool(pattern.any()):
             continue
         own_mask, partner_mask = torch.zeros(2, len(positions), dtype=torch.bool)
-        own_mask[own[number == k]] = True
+        own_mask[own_tokens[number == k]] = True
         partner_mask[partners[pattern]] = True
         products.append((partner_mask, own_mask) if along_sources else (own_mask, partner_mask))
     return products
@@ -321,7 +321,7 @@ def _relation_mask(relation: Relation, target: Tensor, source: Tensor) -> Tensor
 
 
 def _mask(name: str, tokens: Tokens, size: tuple[int, int], positions: Tensor) -> Tensor:
-    """Return a CPU mask (B, L'), True for the selected tokens among tokens at positions ``at``.
+    """Return a CPU mask (B, L'), True for the selected ones of the tokens at ``positions``.
 
     For a relation all tokens are True, because the relation is applied to pairs later.
     """

@@ -59,16 +59,16 @@ class NormReader(NamedTuple):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> NormReader:
         """Apply a function to all tensors, for example to move them to a different device."""
-        four = (change(x) for x in (self.stream, self.scale, self.toward, self.explained))
-        stream, scale, toward, explained = four
+        tensors = (change(x) for x in (self.stream, self.scale, self.toward, self.explained))
+        stream, scale, toward, explained = tensors
         return NormReader(stream, scale, toward, explained, self.eps, self.centered)
 
-    def pulled(self) -> Tensor:
+    def input_gradient(self) -> Tensor:
         """Return the output's gradient at the norm's input x, (B, L, E)."""
         along_stream = self.scale.square() * self.explained[..., None] / self.stream.shape[-1]
         return self.scale * self.toward - along_stream * self.stream
 
-    def lost(self, messages: Tensor, square: Tensor, index: Tensor) -> Tensor:
+    def effects(self, messages: Tensor, square: Tensor, index: Tensor) -> Tensor:
         """Return the effects <g, N(x) - N(x - m)> of messages m on the output, (B, q, s).
 
         Args:
@@ -98,12 +98,12 @@ class Readers:
     def rows(self, index: Tensor) -> Tensor:
         """Return the effects (B, q, L) of all messages to the tokens at ``index`` (B, q)."""
         messages = Contributions(self._layer)  # not kept: it copies weights in half precision
-        effects = self.norms[0].stream.new_zeros(*index.shape, messages.shape.tokens)
+        out = self.norms[0].stream.new_zeros(*index.shape, messages.shape.tokens)
         for tile in tiles([messages], index):
-            effects[:, tile.queries, tile.sources] = self.lost(tile.vectors, index[:, tile.queries])
-        return effects
+            out[:, tile.queries, tile.sources] = self.effects(tile.vectors, index[:, tile.queries])
+        return out
 
-    def lost(self, messages: Tensor, index: Tensor) -> Tensor:
+    def effects(self, messages: Tensor, index: Tensor) -> Tensor:
         """Return the effects (B, q, s) of messages (B, q, s, E) to tokens ``index`` (B, q)."""
         mean_squares = messages.square().mean(-1)
         variances = mean_squares
@@ -111,7 +111,7 @@ class Readers:
             variances = mean_squares - messages.mean(-1).square()
         total = torch.zeros_like(mean_squares)
         for norm in self.norms:
-            total += norm.lost(messages, variances if norm.centered else mean_squares, index)
+            total += norm.effects(messages, variances if norm.centered else mean_squares, index)
         return total
 
     @property
@@ -180,9 +180,9 @@ def _last_norms_adding_up_to(
 
     The first norms may belong to modules parallel to a mixer, which do not read its output.
     """
-    pulled = [norm.pulled() for norm in norms]
+    gradients = [norm.input_gradient() for norm in norms]
     for first in range(len(norms)):
-        through = sum_tensors(x.to(gradient.device) for x in pulled[first:])
+        through = sum_tensors(x.to(gradient.device) for x in gradients[first:])
         if relative_error(through, gradient.to(through)) <= tolerance:
             return norms[first:]
     return ()
@@ -204,6 +204,7 @@ class _NormCall:
         eps = torch.finfo(self.x.dtype).eps if eps is None else eps
         if len(self.gradients) != 1 or not isinstance(eps, float | int):
             return None
+        # LayerNorm returns the same for a shifted input
         x, shifted = self.x, self.x + self.x.abs().mean()
         centered = self._matches_output(self._norm_of(shifted))
 
@@ -212,6 +213,7 @@ class _NormCall:
             centered_x = centered_x - centered_x.mean(-1, keepdim=True) if centered else centered_x
             return centered_x, torch.rsqrt(centered_x.square().mean(-1, keepdim=True) + eps)
 
+        # A x, from a norm of each half of the channels: their scales differ from that of x
         constant, (stream, scale) = self._norm_of(x * 0), scaled(x)
         first_half = torch.arange(x.shape[-1], device=x.device) < x.shape[-1] // 2
         parts = (x * first_half, x * ~first_half)
@@ -222,11 +224,11 @@ class _NormCall:
         explained = ((self.output - constant) * gradient).sum(-1)
         with torch.enable_grad():
             leaf = x.clone().requires_grad_()
-            (pulled,) = torch.autograd.grad(
+            (input_gradient,) = torch.autograd.grad(
                 first_tensor(self.module(leaf)), leaf, self.gradients[0]
             )
         along_stream = scale.square() * explained[..., None] / x.shape[-1]
-        toward = (pulled + along_stream * stream) / scale
+        toward = (input_gradient + along_stream * stream) / scale
         return NormReader(stream, scale, toward, explained, float(eps), centered)
 
     @torch.no_grad()

@@ -142,13 +142,13 @@ class Interventions:
 
     def explained(self, output: Tensor, example: int = 0) -> Tensor:
         """Return the explained number in the outputs of n copies of an example, (n,)."""
-        question, kept = self._asked(example), self.uncut(example).kept
+        question, kept = self._question_of(example), self.uncut(example).kept
         values = [contrasted(output[i : i + 1], *question, kept)[0] for i in range(len(output))]
         return torch.cat(values).cpu().double()
 
     def index(self, output: Tensor, example: int = 0) -> Tensor | None:
         """Return the target's indices in the output (1, ...) of one copy; None without a target."""
-        (target, _), kept = self._asked(example), self.uncut(example).kept
+        (target, _), kept = self._question_of(example), self.uncut(example).kept
         target = target if kept is None else kept.among(output, target, None)[0]
         return target_index(target, output)
 
@@ -156,8 +156,8 @@ class Interventions:
         """Return an example's run without cuts; the latest one is cached."""
         if self._uncut is None or self._uncut[0] != example:
             inputs, additional = self._copies(example, 1)
-            asked = [Against(*self._asked(example))]
-            kept = kept_positions(self.forward_func, inputs, additional, asked)
+            questions = [Against(*self._question_of(example))]
+            kept = kept_positions(self.forward_func, inputs, additional, questions)
             self._uncut = example, UncutRun(self.forward_func, self.model, inputs, additional, kept)
         return self._uncut[1]
 
@@ -172,15 +172,16 @@ class Interventions:
         """
         uncut = self.uncut(example)
         names = [{"" if isinstance(x, int) else x.name for x in cut} for cut in cuts]
-        order = [(uncut.before(these), sorted(these)) for these in names]
+        order = [(uncut.calls_before(layer_names), sorted(layer_names)) for layer_names in names]
         remaining = sorted(range(len(cuts)), key=order.__getitem__)
-        size = self.at_a_time if uncut.tokens else 1
+        batch_size = self.at_a_time if uncut.tokens else 1
         while remaining:
-            count = uncut.before(names[remaining[0]]) if uncut.tokens else 0
-            size = max(1, size - (count not in uncut.checked))
-            batch, remaining = remaining[:size], remaining[size:]
+            count = uncut.calls_before(names[remaining[0]]) if uncut.tokens else 0
+            # the first run that reuses ``count`` calls also runs a copy without cuts, as a check
+            batch_size = max(1, batch_size - (count not in uncut.checked))
+            batch, remaining = remaining[:batch_size], remaining[batch_size:]
             yield batch, self._run([cuts[i] for i in batch], example, count)
-            size = self.at_a_time
+            batch_size = self.at_a_time
 
     def _run(self, cuts: Sequence[Sequence[Edge | int]], example: int, count: int) -> Tensor:
         """Return outputs with cuts (n, ...), where the first ``count`` blocks reuse states."""
@@ -192,7 +193,7 @@ class Interventions:
             with (
                 same_for_copies(uncut.tokens, copies),
                 uncut.reused(count, copies),
-                knock_out(self.model, *self._masked(cuts, copies)),
+                knock_out(self.model, *self._masked_edges(cuts, copies)),
             ):
                 output = uncut.call(inputs, additional)
         except Exception:
@@ -204,7 +205,7 @@ class Interventions:
             return self._run(cuts, example, 0)
         return output[: len(cuts)]
 
-    def _asked(self, example: int) -> tuple[Any, Any]:
+    def _question_of(self, example: int) -> tuple[Any, Any]:
         """Return one example's target and contrast."""
         cut = BatchPart(slice(example, example + 1), len(self.inputs))
         return cut.target(self.target), cut.target(self.contrast)
@@ -214,15 +215,15 @@ class Interventions:
         part = BatchPart(slice(example, example + 1), len(self.inputs))
 
         def copies(value: Any) -> Any:
-            one = part(value)
-            of_example = one is not value or len(self.inputs) == 1
-            if of_example and isinstance(one, Tensor) and one.dim() and len(one) == 1:
-                return one.repeat_interleave(count, 0)
-            return one
+            of_one = part(value)
+            of_example = of_one is not value or len(self.inputs) == 1
+            if of_example and isinstance(of_one, Tensor) and of_one.dim() and len(of_one) == 1:
+                return of_one.repeat_interleave(count, 0)
+            return of_one
 
         return copies(self.inputs), tuple(map(copies, self.additional))
 
-    def _masked(self, cuts: Sequence[Sequence[Edge | int]], size: int) -> list[Edges]:
+    def _masked_edges(self, cuts: Sequence[Sequence[Edge | int]], size: int) -> list[Edges]:
         """Combine the edges to cut in each copy of an example into Edges with masks (copies, L).
 
         Each edge of a copy gets its own Edges: one shared mask would also cut from its source to
@@ -233,8 +234,8 @@ class Interventions:
             for place, cut_edge in enumerate(cut):
                 edge = Edge(0, "", 0, cut_edge, 0.0) if isinstance(cut_edge, int) else cut_edge
                 empty = torch.zeros(2, size, self.tokens, dtype=torch.bool)
-                new = Edges(edge.name or None, empty[0], empty[1] if edge.name else "other")
-                edges = edges_by_name.setdefault((place, edge.name), new)
+                new_edges = Edges(edge.name or None, empty[0], empty[1] if edge.name else "other")
+                edges = edges_by_name.setdefault((place, edge.name), new_edges)
                 for mask, token in ((edges.sources, edge.source), (edges.targets, edge.target)):
                     if isinstance(mask, Tensor):
                         mask[copy, token] = True

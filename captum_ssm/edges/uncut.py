@@ -89,8 +89,8 @@ class UncutRun(Watcher):
         for name in mixer.names:
             self._before.setdefault(name, len(self._calls))
 
-    def before(self, names: Collection[str]) -> int:
-        """Return a number of calls of blocks that are the same while mixers are cut.
+    def calls_before(self, names: Collection[str]) -> int:
+        """Return how many first calls of blocks to reuse while mixers are cut: one of few depths.
 
         Args:
             names: the names of the mixers; an empty name means all mixers.
@@ -123,7 +123,7 @@ class UncutRun(Watcher):
         """
         calls = iter(self._calls[:count])
 
-        def again(block: nn.Module, forward: Callable[[], Any], arguments: Any) -> Any:
+        def replay_block(block: nn.Module, forward: Callable[[], Any], arguments: Any) -> Any:
             known_block, returned = next(calls, (None, None))
             if known_block is None:
                 return forward()
@@ -133,7 +133,7 @@ class UncutRun(Watcher):
             copies_of = {id(x): x.repeat_interleave(copies, 0) for x in tensors_in(returned)}
             return swapped(returned, copies_of)
 
-        with self._in_place_of_blocks(again) if count else nullcontext():
+        with self._in_place_of_blocks(replay_block) if count else nullcontext():
             yield
 
     def _record(self, block: nn.Module, forward: Callable[[], Any], arguments: Any) -> Any:
