@@ -188,11 +188,11 @@ class SparseAutoencoder(nn.Module):
         if self.k is not None:
             settings["k"] = self.k
             settings["rescale_acts_by_decoder_norm"] = self.rescale_acts_by_decoder_norm
-        named = "hf_hook_name" if self.metadata.get("hf_hook_name") else "hook_name"
+        layer_key = "hf_hook_name" if self.metadata.get("hf_hook_name") else "hook_name"
         settings["metadata"] = {
             "sae_lens_version": _NESTED_FROM,  # without it the metadata are not read
             **self.metadata,
-            named: self.layer,
+            layer_key: self.layer,
         }
         with filling(Path(folder)) as beside:
             write_whole(beside / WEIGHTS, safetensors.save(weights))
@@ -251,7 +251,7 @@ class SparseAutoencoder(nn.Module):
             raise CheckpointError(f"{path} has settings that fit no dictionary: {error}") from None
         weights = read_safetensors(Path(folder) / WEIGHTS, "Loading a dictionary")
         try:
-            dictionary.load_state_dict(_renamed(weights), strict=True, assign=True)
+            dictionary.load_state_dict(_with_present_names(weights), strict=True, assign=True)
         except RuntimeError as error:
             raise CheckpointError(
                 f"{Path(folder) / WEIGHTS} does not fit {CONFIG}: {error}. Save both files again."
@@ -296,11 +296,11 @@ def _current_settings(content: object, path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} contains a {type(content).__name__}. Pass a folder with settings in {CONFIG}."
         )
-    named = {_EARLIER.get(name, name): value for name, value in content.items()}
-    metadata = named.pop("metadata", None)
+    present = {_EARLIER.get(name, name): value for name, value in content.items()}
+    metadata = present.pop("metadata", None)
     if metadata is None:  # earlier versions have no section for metadata
-        metadata = {name: named[name] for name in ("model_name", "hook_name") if name in named}
-    settings = {**metadata, "architecture": "standard", **named, "metadata": metadata}
+        metadata = {name: present[name] for name in ("model_name", "hook_name") if name in present}
+    settings = {**metadata, "architecture": "standard", **present, "metadata": metadata}
     if settings.get("activation_fn") == "topk":
         kwargs = settings.get("activation_fn_kwargs") or {}
         settings |= {"architecture": "topk", "activation_fn": "relu", "k": kwargs.get("k")}
@@ -310,6 +310,7 @@ def _current_settings(content: object, path: Path) -> dict[str, Any]:
 
 
 def _refuse_unknown(settings: Mapping[str, Any], path: Path) -> None:
+    """Raise if a setting has a value that changes the computation in an unsupported way."""
     for name, supported in _SUPPORTED.items():
         if name in settings and settings[name] not in supported:
             accepted = f"one of {supported} is" if len(supported) > 1 else f"{supported[0]!r} is"
@@ -324,13 +325,14 @@ def _refusal(
 
 
 def _positive_integer(settings: Mapping[str, Any], name: str, path: Path) -> int:
+    """Return a setting that must be an integer of at least 1."""
     value = settings.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise _refusal(path, name, value, "a number of 1 or more is")
     return value
 
 
-def _renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_present_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename weights from earlier versions of SAELens to the names of the parameters."""
     weights = dict(weights)
     if "log_threshold" in weights:

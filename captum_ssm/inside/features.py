@@ -83,29 +83,29 @@ class Readings:
             return self.directions
         return self.activations[:, None] * self.directions
 
-    def only(self, chosen: Tensor) -> Readings:
+    def select(self, feature_index: Tensor) -> Readings:
         """Return the features with the given indices (k,)."""
-        numbers = chosen.tolist()
+        numbers = feature_index.tolist()
         return Readings(
-            self.site,
-            self.positions[chosen],
-            [self.indices[i] for i in numbers],
-            [self.labels[i] for i in numbers],
-            self.activations[chosen],
-            self.directions[chosen],
-            self.reads[chosen],
-            self.rest,
-            self.kind,
+            site=self.site,
+            positions=self.positions[feature_index],
+            indices=[self.indices[i] for i in numbers],
+            labels=[self.labels[i] for i in numbers],
+            activations=self.activations[feature_index],
+            directions=self.directions[feature_index],
+            reads=self.reads[feature_index],
+            rest=self.rest,
+            kind=self.kind,
         )
 
 
-def tokens_of(met: SiteActivation, site: Site) -> Tensor:
+def tokens_of(activation: SiteActivation, site: Site) -> Tensor:
     """Return an activation of one example as one row for each token, (L, W).
 
     Raises:
         OptionError: if the activation has no token dimension, or several examples.
     """
-    value = met.value.detach()
+    value = activation.value.detach()
     if value.dim() < 3 or len(value) != 1:
         raise OptionError(
             f"nodes names {site.name!r}, whose activation has the shape {tuple(value.shape)}; a "
@@ -114,52 +114,53 @@ def tokens_of(met: SiteActivation, site: Site) -> Tensor:
     return value[0].flatten(1)
 
 
-def whole(site: Site, met: SiteActivation, gradient: Tensor) -> Readings:
+def whole_activations(site: Site, activation: SiteActivation, gradient: Tensor) -> Readings:
     """Return whole activations as nodes: one for each token, or one for each head and token.
 
     Args:
-        site, met: the layer's output, and its activation in the run.
+        site, activation: the layer's output, and its activation in the run.
         gradient: the gradient of the target with respect to the activation.
     """
-    x = tokens_of(met, site)
-    heads = met.value.shape[2] if site.at == "heads" else 1
+    x = tokens_of(activation, site)
+    heads = activation.value.shape[2] if site.at == "heads" else 1
     split = x.view(len(x), heads, -1)
     # (1, node's head, head, 1): a node has the values of one head, and 0 elsewhere
     one_head = torch.eye(heads).to(x)[None, :, :, None]
     writes = (split[:, None] * one_head).flatten(2).flatten(0, 1)
     reads = (gradient.reshape(split.shape)[:, None] * one_head).flatten(2).flatten(0, 1)
     positions = torch.arange(len(x), device=x.device).repeat_interleave(heads)
-    named = [f"head {head}" if heads > 1 else "" for _ in range(len(x)) for head in range(heads)]
+    labels = [f"head {head}" if heads > 1 else "" for _ in range(len(x)) for head in range(heads)]
     indices = [head if heads > 1 else None for _ in range(len(x)) for head in range(heads)]
     activations = (writes * reads).sum(1)
     rest = x.new_zeros(x.shape[1])
-    return Readings(site, positions, indices, named, activations, writes, reads, rest, "whole")
+    return Readings(site, positions, indices, labels, activations, writes, reads, rest, "whole")
 
 
-def active_features(site: Site, met: SiteActivation, dictionary: Dictionary) -> Readings:
+def active_features(site: Site, activation: SiteActivation, dictionary: Dictionary) -> Readings:
     """Return the active features of a dictionary as nodes: one for each token and active feature.
 
     Raises:
         OptionError: when the dictionary does not fit the activation.
     """
-    x = tokens_of(met, site)
+    x = tokens_of(activation, site)
     with torch.enable_grad():
-        start = x.clone().requires_grad_()
-        features = _encode_checked(dictionary, start, site)
+        leaf = x.clone().requires_grad_()
+        features = _encode_checked(dictionary, leaf, site)
         positions, indices = features.detach().nonzero(as_tuple=True)
-        reads = _derivatives(features, start, positions, indices)
+        reads = _derivatives(features, leaf, positions, indices)
     with torch.no_grad():
-        used, where = torch.unique(indices, return_inverse=True)
+        # decode each used feature once; ``where`` expands the directions to all nodes
+        used_ids, where = torch.unique(indices, return_inverse=True)
         none = features.new_zeros(1, features.shape[-1])
         # decode(0) is constant: it belongs to no feature
         rest = dictionary.decode(none)[0].to(x)
-        units = none.expand(len(used), -1).scatter(1, used[:, None], 1.0)
-        directions = (dictionary.decode(units).to(x) - rest)[where] if len(used) else x[:0]
+        units = none.expand(len(used_ids), -1).scatter(1, used_ids[:, None], 1.0)
+        directions = (dictionary.decode(units).to(x) - rest)[where] if len(used_ids) else x[:0]
         activations = features.detach()[positions, indices].to(x)
-    numbers: list[int | None] = list(indices.tolist())
-    labels = [f"feature {i}" for i in numbers]
+    feature_ids: list[int | None] = list(indices.tolist())
+    labels = [f"feature {i}" for i in feature_ids]
     return Readings(
-        site, positions, numbers, labels, activations, directions, reads, rest, "feature"
+        site, positions, feature_ids, labels, activations, directions, reads, rest, "feature"
     )
 
 
@@ -176,52 +177,57 @@ def _encode_checked(dictionary: Dictionary, x: Tensor, site: Site) -> Tensor:
     return features
 
 
-def _derivatives(features: Tensor, start: Tensor, positions: Tensor, indices: Tensor) -> Tensor:
+def _derivatives(features: Tensor, x: Tensor, positions: Tensor, indices: Tensor) -> Tensor:
     """Return the derivative of each active feature with respect to its token's activation, (n, W).
 
     Tokens are encoded separately, so one backward pass computes one feature's derivative per token.
     """
-    reads = start.new_zeros(len(positions), start.shape[1])
+    reads = x.new_zeros(len(positions), x.shape[1])
     if not len(positions):
         return reads
-    number = torch.arange(len(positions), device=positions.device)
-    rank = number - torch.searchsorted(positions, positions)  # index among the token's features
+    order = torch.arange(len(positions), device=positions.device)
+    rank = order - torch.searchsorted(positions, positions)  # index among the token's features
     for turn in range(int(rank.max()) + 1):
-        chosen = (rank == turn).nonzero()[:, 0]
-        total = features[positions[chosen], indices[chosen]].sum()
-        (gradient,) = torch.autograd.grad(total, start, retain_graph=True)
-        reads[chosen] = gradient[positions[chosen]]
+        in_turn = (rank == turn).nonzero()[:, 0]
+        total = features[positions[in_turn], indices[in_turn]].sum()
+        (gradient,) = torch.autograd.grad(total, x, retain_graph=True)
+        reads[in_turn] = gradient[positions[in_turn]]
     return reads
 
 
-def named_directions(site: Site, met: SiteActivation, features: Sequence[Feature]) -> Readings:
+def named_directions(
+    site: Site, activation: SiteActivation, features: Sequence[Feature]
+) -> Readings:
     """Return the user's directions as nodes: one for each token and direction.
 
     Raises:
         OptionError: for a direction of a wrong width, or a position outside of the tokens.
     """
-    x = tokens_of(met, site)
+    x = tokens_of(activation, site)
     length, width = x.shape
-    placed: dict[int, list[tuple[int, Feature]]] = {}
-    for number, feature in enumerate(features):
+    by_position: dict[int, list[tuple[int, Feature]]] = {}
+    for index, feature in enumerate(features):
         for position in _positions(feature, length):
-            placed.setdefault(position, []).append((number, feature))
+            by_position.setdefault(position, []).append((index, feature))
     positions, indices, labels, reads, directions = [], [], [], [], []
-    for position, here in sorted(placed.items()):
+    for position, here in sorted(by_position.items()):
+        # least squares: the rows of the pseudoinverse measure the directions of this token
         along = torch.stack([_vector(f.direction, x, site, "direction") for _, f in here])
         inverse = torch.linalg.pinv(along.cpu().double()).mT.to(along)
-        for (number, feature), direction, dual in zip(here, along, inverse, strict=True):
+        for (index, feature), direction, dual in zip(here, along, inverse, strict=True):
             encode = feature.encode
             positions.append(position)
-            indices.append(number)
-            labels.append(feature.label or f"direction {number}")
+            indices.append(index)
+            labels.append(feature.label or f"direction {index}")
             reads.append(dual if encode is None else _vector(encode, x, site, "encode"))
             directions.append(direction)
-    read = torch.stack(reads)
-    at = torch.tensor(positions, device=x.device)
-    activations = (read * x[at]).sum(1)
+    rows = torch.stack(reads)
+    tokens = torch.tensor(positions, device=x.device)
+    activations = (rows * x[tokens]).sum(1)
     along, rest = torch.stack(directions), x.new_zeros(width)
-    return Readings(site, at, list(indices), labels, activations, along, read, rest, "direction")
+    return Readings(
+        site, tokens, list(indices), labels, activations, along, rows, rest, "direction"
+    )
 
 
 def _positions(feature: Feature, length: int) -> Iterator[int]:
@@ -251,10 +257,11 @@ def _vector(value: Any, x: Tensor, site: Site, name: str) -> Tensor:
     )
 
 
-def _does_not_fit(site: Site, x: Tensor, dictionary: Any, found: str) -> OptionError:
+def _does_not_fit(site: Site, x: Tensor, dictionary: Any, problem: str) -> OptionError:
+    """Return the error for a dictionary that does not fit the activation x (L, W)."""
     return OptionError(
         f"The dictionary {type(dictionary).__name__} does not fit the activation of "
-        f"{site.name!r}, {tuple(x.shape)}: {found}. Pass the layer that it was trained for."
+        f"{site.name!r}, {tuple(x.shape)}: {problem}. Pass the layer that it was trained for."
     )
 
 

@@ -123,12 +123,12 @@ class Graph(Result):
         """
         check_share("keep", keep)
         check_share("keep_edges", keep_edges)
-        which, kept = strongest(self.nodes, keep)
-        edges = self.edges[which][:, which]
-        nodes = tuple(self.nodes[i] for i in which.tolist())
-        writes = tuple(self.writes[i] for i in which.tolist()) if self.writes else ()
-        fewer = Graph(nodes, edges, self.tokens, {"kept": kept}, writes)
-        return with_strongest_edges(fewer, keep_edges)
+        node_indices, kept_share = strongest(self.nodes, keep)
+        edges = self.edges[node_indices][:, node_indices]
+        nodes = tuple(self.nodes[i] for i in node_indices.tolist())
+        writes = tuple(self.writes[i] for i in node_indices.tolist()) if self.writes else ()
+        smaller = Graph(nodes, edges, self.tokens, {"kept": kept_share}, writes)
+        return with_strongest_edges(smaller, keep_edges)
 
     def path(self, start: int | None = None) -> list[Node]:
         """Return the path with the largest contribution from a token to the target.
@@ -157,14 +157,14 @@ class Graph(Result):
                     best[source], following[source] = reached, node
         tokens = _tokens(self.nodes).double() * best
         if start is not None:
-            at = [node.position == start % len(self.tokens) for node in self.nodes]
-            tokens = tokens * torch.tensor(at)
+            is_start = [node.position == start % len(self.tokens) for node in self.nodes]
+            tokens = tokens * torch.tensor(is_start)
         if not bool(tokens.any()):
             return [self.nodes[-1]]
-        found = [int(tokens.argmax())]
-        while following[found[-1]] >= 0:
-            found.append(following[found[-1]])
-        return [self.nodes[i] for i in found]
+        path = [int(tokens.argmax())]
+        while following[path[-1]] >= 0:
+            path.append(following[path[-1]])
+        return [self.nodes[i] for i in path]
 
 
 #: Kinds of nodes with incoming edges, except the target.
@@ -189,11 +189,11 @@ def with_strongest_edges(graph: Graph, keep: float = 0.98) -> Graph:
     edges, counted = graph.edges, _has_influence(graph.nodes)
     weights, through = influences(edges, counted)
     by_edge = weights * (through + _at_target(through))[:, None]
-    stays = _greatest(by_edge.flatten(), keep).view_as(edges)
+    stays = _largest_values(by_edge.flatten(), keep).view_as(edges)
     stays |= ~counted  # constants have no influence and are kept
     edges = torch.where(stays.to(edges.device), edges, torch.zeros_like(edges))
-    found = scores(edges, counted, _errors(graph.nodes), _tokens(graph.nodes))
-    return replace(graph, edges=edges, scores={**graph.scores, **found})
+    new_scores = scores(edges, counted, _errors(graph.nodes), _tokens(graph.nodes))
+    return replace(graph, edges=edges, scores={**graph.scores, **new_scores})
 
 
 def strongest(nodes: Sequence[Node], keep: float) -> tuple[Tensor, float]:
@@ -205,9 +205,9 @@ def strongest(nodes: Sequence[Node], keep: float) -> tuple[Tensor, float]:
     """
     inner = torch.tensor([node.depth > 0 and node.kind in _INNER for node in nodes])
     strength = torch.tensor([node.influence for node in nodes], dtype=torch.double) * inner
-    stays = ~inner | _greatest(strength, keep)
-    kept = float((strength * stays).sum() / strength.sum().clamp_min(1e-30))
-    return stays.nonzero()[:, 0], kept
+    stays = ~inner | _largest_values(strength, keep)
+    kept_share = float((strength * stays).sum() / strength.sum().clamp_min(1e-30))
+    return stays.nonzero()[:, 0], kept_share
 
 
 def _has_influence(nodes: Sequence[Node]) -> Tensor:
@@ -224,10 +224,11 @@ def _tokens(nodes: Sequence[Node]) -> Tensor:
 
 
 def _at_target(through: Tensor) -> Tensor:
+    """Return 1 for the target, the last node, and 0 for all others (n,)."""
     return torch.cat([torch.zeros_like(through[:-1]), torch.ones_like(through[-1:])])
 
 
-def _greatest(values: Tensor, share: float) -> Tensor:
+def _largest_values(values: Tensor, share: float) -> Tensor:
     """Return a mask (n,) of the largest values whose sum reaches a share of the total."""
     order = values.argsort(descending=True)
     so_far = values[order].cumsum(0)

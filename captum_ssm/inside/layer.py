@@ -74,7 +74,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
     ) -> None:
         super().__init__(forward_func, model, layers, rule=rule, recompute=recompute)
         self.layer: Any = layer
-        for layer_or_name in self._several():
+        for layer_or_name in self._layer_list():
             self._site(layer_or_name, at_input=False)  # raise now, not at the first call
 
     def attribute(
@@ -122,7 +122,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
             return_convergence_delta=return_convergence_delta,
         )
         options = {"contrast": contrast, "rule": rule, "zero_bias": zero_bias, "verify": verify}
-        decompositions = [
+        results = [
             self._decomposed(
                 layer,
                 attribute_to_layer_input,
@@ -133,15 +133,15 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
                 internal_batch_size,
                 **options,
             )
-            for layer in self._several()
+            for layer in self._layer_list()
         ]
         device = single_input(inputs)[0].device
         by_layer = [
-            tuple(x.to(device) for x in torch.split(one.inputs, list(one.sizes), -1))
-            for one in decompositions
+            tuple(x.to(device) for x in torch.split(result.inputs, list(result.sizes), -1))
+            for result in results
         ]
-        relevance = [part[0] if len(part) == 1 else part for part in by_layer]
-        deltas = [(one.delta + one.virtual).to(device) for one in decompositions]
+        relevance = [tensors[0] if len(tensors) == 1 else tensors for tensors in by_layer]
+        deltas = [(result.delta + result.virtual).to(device) for result in results]
         if not isinstance(self.layer, list | tuple):
             return (relevance[0], deltas[0]) if return_convergence_delta else relevance[0]
         return (relevance, deltas) if return_convergence_delta else relevance
@@ -211,12 +211,12 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
                 call of :meth:`attribute`, with the same defaults.
             **options: all other arguments of this call of :meth:`attribute`.
         """
-        found = self.decompose(
+        decomposition = self.decompose(
             inputs, target, additional_forward_args, attribute_to_layer_input, **options
         )
-        several = attributions if isinstance(attributions, tuple) else (attributions,)
-        joined = torch.cat([x.to(found.inputs) for x in several], -1)
-        return found.virtual + self._delta(found, [found.inputs], joined)
+        tensors = attributions if isinstance(attributions, tuple) else (attributions,)
+        joined = torch.cat([x.to(decomposition.inputs) for x in tensors], -1)
+        return decomposition.virtual + self._delta(decomposition, [decomposition.inputs], joined)
 
     def attribute_each(self, *args: Any, **kwargs: Any) -> Any:
         """Raise NotImplementedError, because not every activation has tokens."""
@@ -224,7 +224,8 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
             f"{self.name} has no attribute_each(). Call attribute() for each target."
         )
 
-    def _several(self) -> Sequence[Layer]:
+    def _layer_list(self) -> Sequence[Layer]:
+        """Return the user's layers, as a list even for one layer."""
         return list(self.layer) if isinstance(self.layer, list | tuple) else [self.layer]
 
     def _site(self, layer: Layer, *, at_input: bool) -> Site:
@@ -249,17 +250,17 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         """Decompose the target over one layer, and concatenate the results of all sub-batches."""
         rules = self._rules(rule, zero_bias, verify, by_layer=False)
         site = self._site(layer, at_input=at_input)
-        start = out_of_tuple(baselines)
+        baseline = out_of_tuple(baselines)
 
         def explain(
             request: Request, questions: Sequence[Against], cut: BatchPart
         ) -> list[Decomposition]:
-            return decompositions(replace(request, begins=site), questions, rules, cut(start))
+            return decompositions(replace(request, begins=site), questions, rules, cut(baseline))
 
-        asked = [Against(target, contrast)]
+        questions = [Against(target, contrast)]
         tensor, _ = single_input(inputs)
         ((*parts,),) = self._by_parts(
-            tensor, asked, additional_forward_args, internal_batch_size, explain
+            tensor, questions, additional_forward_args, internal_batch_size, explain
         )
         return stacked(parts)
 

@@ -114,9 +114,9 @@ def attribution_graph(
     question = Against(target, contrast)
     start = out_of_tuple(baselines)
     rules = maker.rules(rule, verify)
-    chosen = _by_layer(_blocks(maker) if nodes is None else nodes)
+    by_layer = _by_layer(_blocks(maker) if nodes is None else nodes)
     with bar("attribution_graph", show_progress):
-        parts = maker.parts(tensor, question, additional_forward_args, chosen, rules, start, top)
+        parts = maker.parts(tensor, question, additional_forward_args, by_layer, rules, start, top)
     return parts.graph(tokens, tensor, keep)
 
 
@@ -153,10 +153,10 @@ def _by_layer(nodes: Any) -> list[tuple[Layer, Any]]:
 
 def _refuse_of_another(dictionary: Any, layer: str, model: nn.Module) -> None:
     """Raise OptionError for a dictionary that was made for a different layer of the model."""
-    of = getattr(dictionary, "layer", "")
-    if isinstance(of, str) and of and of != layer and of in dict(model.named_modules()):
+    own = getattr(dictionary, "layer", "")
+    if isinstance(own, str) and own and own != layer and own in dict(model.named_modules()):
         raise OptionError(
-            f"nodes has a dictionary for {of!r} at {layer!r}. Pass nodes={{{of!r}: dictionary}}."
+            f"nodes has a dictionary for {own!r} at {layer!r}. Pass nodes={{{own!r}: dictionary}}."
         )
 
 
@@ -173,7 +173,7 @@ class _Maker(FlowMethod):
     def parts(
         self,
         inputs: Tensor,
-        asked: Against,
+        question: Against,
         additional_forward_args: Any,
         nodes: Sequence[tuple[Layer, Any]],
         rules: Rules,
@@ -182,23 +182,24 @@ class _Maker(FlowMethod):
     ) -> Parts:
         """Run the model once, and compute the contributions to each node of the given layers."""
         model = find_model(self.forward_func, self.model)
-        taken = {find_site(model, layer, self.layers): how for layer, how in nodes}
-        for site, how in taken.items():
-            _refuse_of_another(how, site.name, model)
+        selections = {find_site(model, layer, self.layers): selection for layer, selection in nodes}
+        for site, selection in selections.items():
+            _refuse_of_another(selection, site.name, model)
 
         def explain(request: Request, questions: Sequence[Against], _: BatchPart) -> list[Parts]:
-            request = replace(request, cuts=tuple(taken))
+            request = replace(request, cuts=tuple(selections))
 
             def run(again: bool) -> Parts:
-                chosen = replace(rules, recompute=again)
-                with linear_run(request, questions, chosen) as (network, output, kept):
-                    (number,) = numbers_of(network, output, kept, questions)
-                    whole = output if kept is None else kept.whole(output)
-                    index = target_index(asked.target, whole)
+                run_rules = replace(rules, recompute=again)
+                with linear_run(request, questions, run_rules) as (network, output, kept):
+                    ((value, constant),) = numbers_of(network, output, kept, questions)
+                    full_output = output if kept is None else kept.whole(output)
+                    index = target_index(question.target, full_output)
                     start = start_of(network, rules, baselines)
-                    return Parts(network, taken, *number, start, index).keep_strongest(top)
+                    parts = Parts(network, selections, value, constant, start, index)
+                    return parts.keep_strongest(top)
 
             return [as_memory_allows(run, rules.recompute)]
 
-        ((parts,),) = self._by_parts(inputs, [asked], additional_forward_args, None, explain)
+        ((parts,),) = self._by_parts(inputs, [question], additional_forward_args, None, explain)
         return parts

@@ -14,7 +14,7 @@ from ..attr.engine.decompose import TOLERANCES, account, changes, not_linear
 from ..errors import OptionError
 from ..linear import Network, Site
 from ..operators.kernels.arithmetic import sum_tensors, unseen
-from .features import Readings, active_features, named_directions, tokens_of, whole
+from .features import Readings, active_features, named_directions, tokens_of, whole_activations
 from .graph import Graph, Kind, Node, strongest, with_strongest_edges
 from .influence import influences, scores
 
@@ -24,8 +24,8 @@ class Parts:
 
     Args:
         network: the network, after its forward run.
-        taken: each layer's nodes: None for whole activations, a list of features, or a dictionary.
-        number: the target's value (1,).
+        selections: nodes of each layer: None (whole activations), a list of features, a dictionary.
+        value: the target's value (1,).
         constant: a summand of the target that does not come from a module, or None.
         baselines: for each input of the network, the value to compare with; empty for 0.
         index: the index of the target in the model's output (1, [n,] dims), or None.
@@ -34,19 +34,19 @@ class Parts:
     def __init__(
         self,
         network: Network,
-        taken: Mapping[Site, Any],
-        number: Tensor,
+        selections: Mapping[Site, Any],
+        value: Tensor,
         constant: Tensor | None,
         baselines: Sequence[Tensor],
         index: Tensor | None,
     ) -> None:
-        self.network, self.taken = network, taken
-        self.number, self.constant, self.baselines = number, constant, baselines
+        self.network, self.selections = network, selections
+        self.value, self.constant, self.baselines = value, constant, baselines
         # a sum over several tokens has no single position
         self.target = [] if index is None or index.dim() > 2 else index[0].tolist()
-        for site in taken:
+        for site in selections:
             network.met(site)  # raises if the layer did not run
-        self.sites = [site for site in network.sites.met if site in taken]
+        self.sites = [site for site in network.sites.met if site in selections]
         self.met = {site: network.met(site) for site in self.sites}
         self.values = {site: tokens_of(self.met[site], site) for site in self.sites}
         self.readings: dict[Site, Readings] = {}
@@ -61,7 +61,7 @@ class Parts:
             is_kept[strength.topk(min(top, len(strength))).indices] = True
             sizes = [len(effects[site]) for site in self.sites]
             for site, mask_of_layer in zip(self.sites, torch.split(is_kept, sizes), strict=True):
-                self.readings[site] = self.readings[site].only(mask_of_layer.nonzero()[:, 0])
+                self.readings[site] = self.readings[site].select(mask_of_layer.nonzero()[:, 0])
             self.errors = {site: self._error(site) for site in self.sites}
             values = list(self._values_to_explain())
             for value, constant, activation in shown(values):
@@ -90,7 +90,7 @@ class Parts:
         nodes += self._inner_nodes()
         last = len(self.sites) + 1
         nodes.append(Node("constants", "", 0, None, None, 0.0, 0.0, "constants"))
-        value = float(self.number.detach())
+        value = float(self.value.detach())
         predicted = self.target[-1] if self.target else None
         text_of = dict(zip(ids, texts, strict=True))
         label = "target" if predicted is None else text_of.get(predicted, str(predicted))
@@ -136,7 +136,7 @@ class Parts:
         The loop is from the last layer, because paths go through the nodes of later layers.
         """
         leaves = [self.met[site].leaf for site in self.sites]
-        gradients, _ = account(self.network.mode, self.number, self.constant, leaves)  # type: ignore[arg-type]
+        gradients, _ = account(self.network.mode, self.value, self.constant, leaves)  # type: ignore[arg-type]
         gradient_of = dict(zip(self.sites, gradients, strict=True))
         effects = {}
         for depth in reversed(range(len(self.sites))):
@@ -162,9 +162,9 @@ class Parts:
 
     def _readings(self, site: Site, gradient: Tensor) -> Readings:
         """Return a layer's nodes: whole activations, directions, or active features."""
-        selection, activation = self.taken[site], self.met[site]
+        selection, activation = self.selections[site], self.met[site]
         if selection is None:
-            return whole(site, activation, gradient)
+            return whole_activations(site, activation, gradient)
         if isinstance(selection, list):
             return named_directions(site, activation, selection)
         return active_features(site, activation, selection)
@@ -177,9 +177,9 @@ class Parts:
         return self.values[site] - sum_of_features - readings.rest
 
     def _values_to_explain(self) -> Iterator[tuple[Tensor, Tensor | None, float]]:
-        """Yield (number, constant, activation) for each node with incoming edges.
+        """Yield (value, constant, activation) for each node with incoming edges.
 
-        The node's activation is number + constant; ``number`` (1,) is linear in the layer's output.
+        The node's activation is value + constant; ``value`` (1,) is linear in the layer's output.
         """
         for site in self.sites:
             readings, rows = self.readings[site], self.met[site].value[0].flatten(1)
@@ -188,7 +188,7 @@ class Parts:
             for i in range(len(constants)):
                 value = (readings.reads[i] * rows[readings.positions[i]]).sum()[None]
                 yield value, constants[i : i + 1], float(readings.activations[i])
-        yield self.number, self.constant, float(self.number.detach())
+        yield self.value, self.constant, float(self.value.detach())
 
     def _row_of(self, value: Tensor, constant: Tensor | None, activation: float) -> Tensor:
         """Return all nodes' contributions to one node; raise unless they sum to ``activation``."""
@@ -227,6 +227,7 @@ class Parts:
         return row_of_all
 
     def _has_error(self, site: Site) -> Tensor:
+        """Return a mask (L,) of the tokens at which a layer has an error node."""
         return self.errors[site].any(1)
 
     def _inner_nodes(self) -> Iterator[Node]:

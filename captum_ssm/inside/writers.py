@@ -113,13 +113,13 @@ def _with_listing_of(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
     """Add a graph to the list of graphs; it replaces a graph of the same name."""
     try:
         listing = json.loads(path.read_text("utf-8")) if path.exists() else {"graphs": []}
-        others = [graph for graph in listing["graphs"] if graph["slug"] != metadata["slug"]]
+        other_graphs = [graph for graph in listing["graphs"] if graph["slug"] != metadata["slug"]]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path} contains no list of graphs ({type(error).__name__}: {error}). Write to a "
             "different folder, or remove the file."
         ) from None
-    return {**listing, "graphs": [*others, metadata]}
+    return {**listing, "graphs": [*other_graphs, metadata]}
 
 
 def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
@@ -127,7 +127,7 @@ def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
     probability = graph.scores.get("probability")
     nodes = []
     for node, influence in zip(graph.nodes, _cumulative_shares(graph), strict=True):
-        number = 0 if node.index is None else node.index
+        index = 0 if node.index is None else node.index
         # Constants have no token: they are drawn at the start, a target without a token at the end.
         last = len(graph.tokens) - 1 if node.kind == "target" else 0
         position = last if node.position is None else node.position
@@ -135,16 +135,16 @@ def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
         node_id = f"{layer}_{node.kind}_{position}"
         js_id = f"{layer}_{position}-0"
         if node.kind in ("feature", "direction", "whole"):
-            feature = _cantor_pair(node.depth - 1, number)
-            node_id, js_id = f"{layer}_{number}_{position}", f"{layer}_{number}-0"
+            feature = _cantor_pair(node.depth - 1, index)
+            node_id, js_id = f"{layer}_{index}_{position}", f"{layer}_{index}-0"
         elif node.kind == "token":
             layer, feature = "E", position
-            node_id, js_id = f"E_{number}_{position}", f"E_{number}-{position}"
+            node_id, js_id = f"E_{index}_{position}", f"E_{index}-{position}"
         elif node.kind == "constants":
             layer, node_id, js_id = "E", f"E_constants_{position}", f"E_constants-{position}"
         elif node.kind == "target":
-            layer, feature = str(node.depth), number
-            node_id, js_id = f"{layer}_{number}_{position}", f"L_{number}-{position}"
+            layer, feature = str(node.depth), index
+            node_id, js_id = f"{layer}_{index}_{position}", f"L_{index}-{position}"
             # The viewer parses the word in quotation marks and the number after "(p=".
             shown_probability = "?" if probability is None else f"{probability:.3f}"
             clerp = f'Output "{node.label}" (p={shown_probability})'
@@ -252,12 +252,14 @@ def to_graphml(graph: Graph, path: str | Path) -> None:
     write_whole(path, ElementTree.tostring(root, encoding="utf-8", xml_declaration=True))
 
 
-def _declare(root: ElementTree.Element, of: str, name: str, kind: str) -> None:
-    attributes = {"id": f"{of}-{name}", "for": of, "attr.name": name, "attr.type": kind}
+def _declare(root: ElementTree.Element, element: str, name: str, kind: str) -> None:
+    """Declare an attribute of a kind of element, ``"node"``, ``"edge"`` or ``"graph"``."""
+    attributes = {"id": f"{element}-{name}", "for": element, "attr.name": name, "attr.type": kind}
     ElementTree.SubElement(root, "key", attributes)
 
 
 def _add_data(element: ElementTree.Element, kind: str, values: dict[str, Any]) -> None:
+    """Add one element with text for each value that is not None."""
     for name, value in values.items():
         if value is not None:
             data = ElementTree.SubElement(element, "data", key=f"{kind}-{name}")
@@ -272,6 +274,7 @@ def _links(graph: Graph) -> list[tuple[int, int, float]]:
 
 
 def _refuse_non_finite(graph: Graph) -> None:
+    """Raise if a node, edge or score is NaN or infinite."""
     for node in graph.nodes:
         if not (math.isfinite(node.activation) and math.isfinite(node.influence)):
             raise NonFiniteError(
