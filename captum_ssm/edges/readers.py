@@ -107,16 +107,12 @@ class Readers:
         """Return the effects (B, q, s) of messages (B, q, s, E) to tokens ``index`` (B, q)."""
         mean_squares = messages.square().mean(-1)
         variances = mean_squares
-        if self._any_centered:
+        if any(norm.centered for norm in self.norms):
             variances = mean_squares - messages.mean(-1).square()
         total = torch.zeros_like(mean_squares)
         for norm in self.norms:
             total += norm.effects(messages, variances if norm.centered else mean_squares, index)
         return total
-
-    @property
-    def _any_centered(self) -> bool:
-        return any(norm.centered for norm in self.norms)
 
 
 class NormCalls:

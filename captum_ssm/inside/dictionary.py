@@ -25,12 +25,7 @@ ARCHITECTURES = ("standard", "topk", "jumprelu", "gated")
 #: The names of the files in a SAELens folder.
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 
-_DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
+_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 #: The first version of SAELens whose settings have a separate section for metadata.
 _NESTED_FROM = "6.0.0"
 
@@ -325,7 +320,6 @@ def _refusal(
 
 
 def _positive_integer(settings: Mapping[str, Any], name: str, path: Path) -> int:
-    """Return a setting that must be an integer of at least 1."""
     value = settings.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise _refusal(path, name, value, "a number of 1 or more is")

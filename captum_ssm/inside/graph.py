@@ -155,7 +155,7 @@ class Graph(Result):
                 reached = float(best[node] * weights[node, source])
                 if reached > best[source]:
                     best[source], following[source] = reached, node
-        tokens = _tokens(self.nodes).double() * best
+        tokens = _of_kind(self.nodes, "token").double() * best
         if start is not None:
             is_start = [node.position == start % len(self.tokens) for node in self.nodes]
             tokens = tokens * torch.tensor(is_start)
@@ -192,7 +192,8 @@ def with_strongest_edges(graph: Graph, keep: float = 0.98) -> Graph:
     stays = _largest_values(by_edge.flatten(), keep).view_as(edges)
     stays |= ~counted  # constants have no influence and are kept
     edges = torch.where(stays.to(edges.device), edges, torch.zeros_like(edges))
-    new_scores = scores(edges, counted, _errors(graph.nodes), _tokens(graph.nodes))
+    errors, tokens = (_of_kind(graph.nodes, kind) for kind in ("error", "token"))
+    new_scores = scores(edges, counted, errors, tokens)
     return replace(graph, edges=edges, scores={**graph.scores, **new_scores})
 
 
@@ -215,12 +216,9 @@ def _has_influence(nodes: Sequence[Node]) -> Tensor:
     return torch.tensor([node.kind != "constants" for node in nodes])
 
 
-def _errors(nodes: Sequence[Node]) -> Tensor:
-    return torch.tensor([node.kind == "error" for node in nodes])
-
-
-def _tokens(nodes: Sequence[Node]) -> Tensor:
-    return torch.tensor([node.kind == "token" for node in nodes])
+def _of_kind(nodes: Sequence[Node], kind: Kind) -> Tensor:
+    """Return a mask (n,) of the nodes of one kind."""
+    return torch.tensor([node.kind == kind for node in nodes])
 
 
 def _at_target(through: Tensor) -> Tensor:

@@ -225,7 +225,6 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         )
 
     def _layer_list(self) -> Sequence[Layer]:
-        """Return the user's layers, as a list even for one layer."""
         return list(self.layer) if isinstance(self.layer, list | tuple) else [self.layer]
 
     def _site(self, layer: Layer, *, at_input: bool) -> Site:

@@ -274,7 +274,6 @@ def _links(graph: Graph) -> list[tuple[int, int, float]]:
 
 
 def _refuse_non_finite(graph: Graph) -> None:
-    """Raise if a node, edge or score is NaN or infinite."""
     for node in graph.nodes:
         if not (math.isfinite(node.activation) and math.isfinite(node.influence)):
             raise NonFiniteError(

@@ -22,14 +22,8 @@ Model = TypeVar("Model", bound=nn.Module)
 #: Largest accepted numbers of layers, experts and classes in a configuration. Building so many
 #: modules takes time and memory, before the sizes of the weights are checked.
 _LIMITS = {
-    "num_hidden_layers": 4096,
-    "num_layers": 4096,
-    "n_layers": 4096,
-    "n_layer": 4096,
-    "depth": 4096,
-    "num_experts": 65_536,
-    "num_local_experts": 65_536,
-    "n_routed_experts": 65_536,
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth"), 4096),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 65_536),
     "num_labels": 1_000_000,
 }
 #: The largest number of keys that an error lists.

@@ -102,11 +102,10 @@ def _load_pretrained(folder: Path, model_class: Any) -> nn.Module:
         loaded, info = model_class.from_pretrained(
             folder, output_loading_info=True, local_files_only=True
         )
-    wrong = {kind: sorted(info[kind]) for kind in ("missing_keys", "unexpected_keys") if info[kind]}
-    if wrong:
+    bad = {kind: sorted(info[kind]) for kind in ("missing_keys", "unexpected_keys") if info[kind]}
+    if bad:
         raise CheckpointError(
-            f"{folder / WEIGHTS} does not fit {model_class.__name__}: {wrong}. Save the model "
-            "again."
+            f"{folder / WEIGHTS} does not fit {model_class.__name__}: {bad}. Save the model again."
         )
     model: nn.Module = loaded
     return model.eval()

@@ -218,7 +218,6 @@ def generate(count: int, seed: int | random.Random, n_facts: int | None = None) 
 
 
 def _draw_prompt(rng: random.Random, n_facts: int | None) -> Example:
-    """Draw a prompt with ``n_facts`` facts; None for a random number of facts."""
     fact_count = rng.randint(MIN_FACTS, MAX_FACTS) if n_facts is None else n_facts
     words: list[str] = []
     facts: list[Fact] = []

@@ -168,14 +168,12 @@ class _Subject:
         Each is a pair: the first module's name with True, for the module's input, or the last
         module's name with False, for the output. Modules that run several times are left out.
         """
-        name_of = {module: name for name, module in self.model.named_modules()}
-        ran = [
-            x for layer in self.layers for x in (layer.block, layer.mixer.module) if x in name_of
-        ]
+        names = {module: name for name, module in self.model.named_modules()}
+        ran = [x for layer in self.layers for x in (layer.block, layer.mixer.module) if x in names]
         by_class: dict[type, list[str]] = {}
         for module in ran:
-            if ran.count(module) == 1 and name_of[module]:
-                by_class.setdefault(type(module), []).append(name_of[module])
+            if ran.count(module) == 1 and names[module]:
+                by_class.setdefault(type(module), []).append(names[module])
         return [end for ends in by_class.values() for end in ((ends[0], True), (ends[-1], False))]
 
 
@@ -564,7 +562,6 @@ def _is_installed(package: str | None) -> bool:
     return package is None or importlib.util.find_spec(package) is not None
 
 
-#: The packages that clauses need.
 _PACKAGES = {"LoRA": "peft", "offload": "accelerate"}
 _NOT_FOR_IMAGES = ("lengths", "left padding", "right padding")
 #: The function that checks each clause, by the clause's name.

@@ -420,7 +420,6 @@ def _forward_func(case: _Case) -> Callable[..., Any]:
 
 
 def _option_text(name: str, value: Any) -> str:
-    """Return an option as text, such as ``query='mean'``; functions by their names."""
     return f"{name}={getattr(value, '__name__', None) or repr(value)}"
 
 
@@ -483,7 +482,6 @@ def _state(model: nn.Module) -> dict[str, Any]:
 
 
 def _require_same(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Raise if two states of :func:`_state` differ; the message names the changed parts."""
     changed = [name for name in before.keys() | after.keys()
                if not _are_equal(before.get(name), after.get(name))]  # fmt: skip
     _require(not changed, f"a call has changed {', '.join(sorted(changed))}")

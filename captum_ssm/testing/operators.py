@@ -82,7 +82,6 @@ def check_operator(
     exact_coefficients = dict(coefficients or {})
 
     def run(dtype: torch.dtype | None, device: str, setting: Setting) -> None:
-        """Check the operator with coefficients of this dtype on this device."""
         cast = {name: _cast(x, dtype, device) for name, x in exact_coefficients.items()}
         exact = {name: _cast(x, torch.float64, "cpu") for name, x in cast.items()}
         operator = make(**cast)

@@ -298,13 +298,12 @@ class Caduceus(DNAModel):
 
     def _logits(self, x: Tensor) -> Tensor:
         x = self.caduceus["backbone"](x)
+        logits: Tensor
         if not hasattr(self, "score"):
-            logits: Tensor = self.lm_head(x)
-            return logits
-        if not self.rcps:
+            logits = self.lm_head(x)
+        elif not self.rcps:
             logits = self.score(self._pooled(x))
-            return logits
-        strand, complement = x.chunk(2, -1)
-        pooled = self._pooled(strand) + self._pooled(complement.flip(1, 2))
-        logits = self.score(pooled) / 2
+        else:
+            strand, complement = x.chunk(2, -1)
+            logits = self.score(self._pooled(strand) + self._pooled(complement.flip(1, 2))) / 2
         return logits

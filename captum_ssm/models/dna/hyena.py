@@ -264,10 +264,8 @@ class HyenaDNA(DNAModel):
 
     def _logits(self, x: Tensor) -> Tensor:
         x = self.hyena["backbone"](x)
-        if not hasattr(self, "score"):
-            logits: Tensor = self.lm_head(x)
-            return logits
-        logits = self.score(self._pooled(x))
+        logits: Tensor
+        logits = self.score(self._pooled(x)) if hasattr(self, "score") else self.lm_head(x)
         return logits
 
     @torch.no_grad()

@@ -170,10 +170,8 @@ def _caduceus_arguments(weights: Weights) -> dict[str, Any]:
 
 def _hyenadna_arguments(weights: Weights) -> dict[str, Any]:
     """Infer the arguments of HyenaDNA from the names and shapes of weights."""
-    embeddings, block = (
-        "hyena.backbone.embeddings.word_embeddings.weight",
-        "hyena.backbone.layers.0.",
-    )
+    embeddings = "hyena.backbone.embeddings.word_embeddings.weight"
+    block = "hyena.backbone.layers.0."
     vocab, width = shape_of(weights, embeddings, 2)
     mixer, filters = f"{block}mixer.", f"{block}mixer.filter_fn."
     filter_weights = [key for key in weights if key.startswith(f"{filters}implicit_filter.")]

@@ -52,7 +52,6 @@ def _arguments(weights: Mapping[str, Tensor]) -> dict[str, int]:
     """Infer the arguments of RWKV7 from the shapes of weights."""
 
     def shape(key: str) -> torch.Size:
-        """Return the shape of a matrix; raise if the matrix is missing or empty."""
         sizes = shape_of(weights, key, 2)
         if 0 in sizes:
             raise CheckpointError(

@@ -145,10 +145,7 @@ class VisionMamba(nn.Module):
 
         def block() -> VimBlock:
             mixer = VimMixer(
-                embed_dim,
-                bimamba_type=bimamba_type,
-                if_divide_out=if_divide_out,
-                **mixer_options,
+                embed_dim, bimamba_type=bimamba_type, if_divide_out=if_divide_out, **mixer_options
             )
             with torch.no_grad():  # all blocks add to the stream: keep their sum's size
                 mixer.out_proj.weight /= math.sqrt(depth)
