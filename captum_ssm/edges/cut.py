@@ -92,15 +92,17 @@ class KnockOut(Protocol):
     def record_matched(self, edges: Iterable[Edges]) -> None:
         """Record edges that matched a mixer; at the run's end, an unmatched kind is an error."""
 
-    def given_tokens(self, layer: str, number: int) -> tuple[tuple[int, int], Tensor]:
+    def given_tokens(self, layer: str, call_number: int) -> tuple[tuple[int, int], Tensor]:
         """Return the input's size (B, L), and the input position of each mixer token (B, L')."""
 
 
 class CutCall:
     """Computes one mixer call's output without the messages that the ``acting`` knock-outs cut."""
 
-    def __init__(self, mixer: Mixer, call: Call, number: int, acting: Sequence[KnockOut]) -> None:
-        self.mixer, self.number = mixer, number
+    def __init__(
+        self, mixer: Mixer, call: Call, call_number: int, acting: Sequence[KnockOut]
+    ) -> None:
+        self.mixer, self.call_number = mixer, call_number
         # the innermost acts for all, with its map of tokens and its tolerance
         self.acting, self.inner = acting, acting[-1]
         args, kwargs, output = (detached(x) for x in (call.args, call.kwargs, call.output))
@@ -176,7 +178,7 @@ class CutCall:
         all_edges = [e for s in self.edges.values() for e in s]
         if all(e.sources is None and e.targets is None for e in all_edges):
             return (self.hidden.shape[0], self.hidden.shape[1]), None
-        size, places = self.inner.given_tokens(self.mixer.name, self.number)
+        size, places = self.inner.given_tokens(self.mixer.name, self.call_number)
         in_order = places.shape == size and torch.equal(places, torch.arange(size[1]).expand(size))
         return size, None if in_order else places
 
@@ -222,7 +224,7 @@ class CutCall:
         self._refuse_against_causality(kind)
         if kind.by is None or kind.by.donor is None:
             return cut
-        key = self.mixer.module, self.number
+        key = self.mixer.module, self.call_number
         sent = kind.by.donor_messages.get(key, {}).get(kind)
         if sent is None or sent.shape[1:] != cut.shape[1:] or len(sent) not in (1, len(cut)):
             what = "does not run the layer" if sent is None else f"has {tuple(sent.shape[:2])}"
@@ -249,7 +251,7 @@ class CutCall:
         if kind.by is not None and kind.by.replacement == "mean":
             replacement = replacement + _mean(hidden[..., None], linear.mask)[..., 0]
         elif kind.by is not None:
-            recorded = kind.by.donor_inputs.get((self.mixer.module, self.number))
+            recorded = kind.by.donor_inputs.get((self.mixer.module, self.call_number))
             if recorded is None or recorded.shape[1:] != hidden.shape[1:]:
                 shape = None if recorded is None else tuple(recorded.shape)
                 raise InputError(

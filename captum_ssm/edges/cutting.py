@@ -249,21 +249,21 @@ class _KnockOut(Watcher):
         """
         if self.looks_away:
             return None
-        number = self._calls[mixer.module]
+        call_number = self._calls[mixer.module]
         self._calls[mixer.module] += 1
         acting = [knock_out for knock_out in _active.get() if mixer.module in knock_out.edges_of]
         if self._runs_donor:
             if mixer.module in self.edges_of:
-                donor_call = CutCall(mixer, call, number, [self])
-                self.donor_messages[mixer.module, number] = donor_call.messages()
-                self.donor_inputs[mixer.module, number] = call.hidden_states.detach()
+                donor_call = CutCall(mixer, call, call_number, [self])
+                self.donor_messages[mixer.module, call_number] = donor_call.messages()
+                self.donor_inputs[mixer.module, call_number] = call.hidden_states.detach()
         elif acting and acting[-1] is self:  # the innermost one acts for all
-            return CutCall(mixer, call, number, acting).cut_output()
+            return CutCall(mixer, call, call_number, acting).cut_output()
         return None
 
-    def given_tokens(self, layer: str, number: int) -> tuple[tuple[int, int], Tensor]:
+    def given_tokens(self, layer: str, call_number: int) -> tuple[tuple[int, int], Tensor]:
         """Return the input's (B, L), and each mixer token's input position (B, L'), or -1."""
-        places = None if self._given is None else self._given.places.get((layer, number))
+        places = None if self._given is None else self._given.places.get((layer, call_number))
         if self._given is None or places is None:
             raise InputError(
                 f"Layer {layer!r}: sources and targets are positions in the model's input, but the "

@@ -189,6 +189,7 @@ def _mixers_named(entry: Any, mixers: Sequence[Mixer]) -> list[Mixer]:
 
 
 def _check_tokens(name: str, tokens: Any) -> None:
+    """Raise OptionError unless the option ``name`` has one of the forms of :data:`Tokens`."""
     if tokens is None or isinstance(tokens, slice):
         return
     if isinstance(tokens, str):
@@ -289,7 +290,7 @@ def _products(
             )
             by_edges &= (positions[target] >= 0)[:, None] & (positions[source] >= 0)
         is_pair |= by_edges
-    patterns, number = torch.unique(
+    patterns, pattern_of = torch.unique(
         is_pair.T if along_sources else is_pair, dim=0, return_inverse=True
     )
     products = []
@@ -297,7 +298,7 @@ def _products(
         if not bool(pattern.any()):
             continue
         own_mask, partner_mask = torch.zeros(2, len(positions), dtype=torch.bool)
-        own_mask[own_tokens[number == k]] = True
+        own_mask[own_tokens[pattern_of == k]] = True
         partner_mask[partners[pattern]] = True
         products.append((partner_mask, own_mask) if along_sources else (own_mask, partner_mask))
     return products

@@ -159,8 +159,8 @@ class NormCalls:
         """
         norms = [(call.after, call.norm()) for call in self._calls]
         norms_by_layer: list[Sequence[NormReader]] = []
-        for number, (layer, gradient) in enumerate(zip(layers, gradients, strict=True)):
-            candidates = [norm for after, norm in norms if after > number and norm is not None]
+        for index, (layer, gradient) in enumerate(zip(layers, gradients, strict=True)):
+            candidates = [norm for after, norm in norms if after > index and norm is not None]
             candidates = [norm for norm in candidates if norm.stream.shape == gradient.shape]
             if layer.map is not None:
                 candidates = []

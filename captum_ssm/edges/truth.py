@@ -70,7 +70,7 @@ def sampled(effects: Effects, samples: int, seed: int) -> list[tuple[int, Edge]]
     edges_drawn: dict[tuple[int, int, int, int], Edge] = {}
     for count, weighted in ((by_effect, True), (samples, False)):
         candidates: list[tuple[float, int, Edge]] = []
-        for number, layer in enumerate(effects.layers):
+        for layer_index, layer in enumerate(effects.layers):
             tokens = layer.linear.operator.shape.tokens
             for rows, strip in layer.strips(range(tokens)):
                 weight = strip.abs().cpu().double()
@@ -85,7 +85,7 @@ def sampled(effects: Effects, samples: int, seed: int) -> list[tuple[int, Edge]]
                     example, rest = divmod(flat_index, len(rows) * tokens)
                     target, source = divmod(rest, tokens)
                     effect = float(strip[example, target, source])
-                    edge = effects.edge(example, number, rows[target], source, effect)
+                    edge = effects.edge(example, layer_index, rows[target], source, effect)
                     if edge is not None:
                         candidates.append((value, example, edge))
             candidates = sorted(candidates, key=lambda c: -c[0])[: 2 * samples]

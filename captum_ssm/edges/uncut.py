@@ -137,6 +137,7 @@ class UncutRun(Watcher):
             yield
 
     def _record(self, block: nn.Module, forward: Callable[[], Any], arguments: Any) -> Any:
+        """Run a block, and record copies of the tensors that it returns."""
         returned = forward()
         copies = {id(x): x.detach().clone() for x in tensors_in(returned)}
         self._calls.append((block, swapped(returned, copies)))

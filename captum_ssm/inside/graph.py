@@ -144,6 +144,7 @@ class Graph(Result):
                 f"0 to {len(self.tokens) - 1}, or None."
             )
         weights, _ = influences(self.edges, _has_influence(self.nodes))
+        # from the target down: best[i] is the size of the best path from node i to the target
         order = sorted(range(len(self.nodes)), key=lambda i: -self.nodes[i].depth)
         best = torch.zeros(len(self.nodes), dtype=torch.double)
         following = [-1] * len(self.nodes)
@@ -188,7 +189,8 @@ def with_strongest_edges(graph: Graph, keep: float = 0.98) -> Graph:
     """
     edges, counted = graph.edges, _has_influence(graph.nodes)
     weights, through = influences(edges, counted)
-    by_edge = weights * (through + _at_target(through))[:, None]
+    through[-1] += 1  # all influence begins at the target, the last node
+    by_edge = weights * through[:, None]
     stays = _largest_values(by_edge.flatten(), keep).view_as(edges)
     stays |= ~counted  # constants have no influence and are kept
     edges = torch.where(stays.to(edges.device), edges, torch.zeros_like(edges))
@@ -219,11 +221,6 @@ def _has_influence(nodes: Sequence[Node]) -> Tensor:
 def _of_kind(nodes: Sequence[Node], kind: Kind) -> Tensor:
     """Return a mask (n,) of the nodes of one kind."""
     return torch.tensor([node.kind == kind for node in nodes])
-
-
-def _at_target(through: Tensor) -> Tensor:
-    """Return 1 for the target, the last node, and 0 for all others (n,)."""
-    return torch.cat([torch.zeros_like(through[:-1]), torch.ones_like(through[-1:])])
 
 
 def _largest_values(values: Tensor, share: float) -> Tensor:

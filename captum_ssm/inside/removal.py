@@ -123,6 +123,7 @@ def _subtracting(layer: str, removed: Sequence[tuple[int, Tensor]]) -> Callable[
         tensors = [x for x in (output if is_tuple else [output]) if isinstance(x, Tensor)]
         tensors = [x for x in tensors if x.is_floating_point()]
         width, reduced = len(removed[0][1]), list[Tensor]()
+        # a node's vector joins the features of the layer's first tensors
         while tensors and sum(x[0, 0].numel() for x in reduced) < width:
             reduced.append(tensors.pop(0))
         sizes = [x[0, 0].numel() for x in reduced]

@@ -344,6 +344,7 @@ _MATRICES: weakref.WeakKeyDictionary[Layer, Tensor] = weakref.WeakKeyDictionary(
 
 
 def _check_sums(subject: _Subject) -> None:
+    """Check that LatimFlow's relevance sums to the output, by token and role, also if padded."""
     centered = LatimFlow(subject.model).decompose(subject.inputs64, subject.target, rule="centered")
     for rule, result in (("frozen", subject.decomposition), ("centered", centered)):
         assert result.roles is not None
@@ -378,6 +379,7 @@ def _check_layers(subject: _Subject) -> None:
 
 
 def _check_neurons(subject: _Subject) -> None:
+    """Check that the relevance of a neuron in the middle of each activation sums to its value."""
     module_sides = subject.module_sides
     for name, at_input in [*module_sides[:1], *(side for side in module_sides[1:] if not side[1])]:
         activations: list[Tensor] = []

@@ -175,11 +175,13 @@ class _Plain:
         return torch.einsum("bij,bj->bi", self.reduced("mean"), x)
 
     def by_head(self, left: Tensor, right: Tensor | None = None) -> Tensor:
+        """Sum left[i] matrix[i, j] right[j] over the channels of each head, (B, H, L, L)."""
         right = torch.ones_like(left) if right is None else right
         left, right = left.expand(self.shape), right.expand(self.shape)
         return torch.einsum("bihp,bhpij,bjhp->bhij", left, self.matrices, right)
 
     def times_band(self, q: _Inputs) -> _Plain:
+        """Return the matrices times the matrix whose diagonals are ``q.band``."""
         out, tokens = torch.zeros_like(self.matrices), self.shape.tokens
         for lag, factor in q.band.items():
             columns = factor.expand(self.shape).permute(0, 2, 3, 1)[..., None, :]

@@ -93,16 +93,12 @@ class RWKV7TimeMix(nn.Module):
         erase = unit_vectors_by_head(keys * self.k_k, heads)
         keys = keys * (1 + (a - 1) * self.k_a)
         r, w, k, v, a = (x.unflatten(-1, (heads, -1)) for x in (r, w, keys, values, a))
-        factors = (_precise(x) for x in (r, w, k, v, erase, a))
-        recalled: Tensor = _DeltaRuleOutput.apply(*factors)  # type: ignore[no-untyped-call]
+        # states are computed in float32 or wider
+        inputs = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (r, w, k, v, erase, a))
+        recalled: Tensor = _DeltaRuleOutput.apply(*inputs)  # type: ignore[no-untyped-call]
         out = self.ln_x(recalled.to(hidden.dtype).flatten(2).flatten(0, 1)).view(hidden.shape)
         bonus = (r * k * self.r_k).sum(-1, keepdim=True) * v
         return self.output((out + bonus.flatten(2)) * g), v_first
-
-
-def _precise(x: Tensor) -> Tensor:
-    """Return ``x`` in float32 or a wider dtype, in which states are computed."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class _DeltaRuleOutput(torch.autograd.Function):
