@@ -129,8 +129,8 @@ class _KnockOut(Watcher):
         self.vouched = all(_lists_mixers(edge_set, mixers) for edge_set in self.edges)
         if not self.vouched:
             mixers = find_mixers(self.model)
-        inside = {mixer.module for mixer in mixers}
-        self.mixers = [mixer for mixer in mixers if inside.isdisjoint(mixer.around)]
+        modules = {mixer.module for mixer in mixers}
+        self.mixers = [m for m in mixers if modules.isdisjoint(m.around)]  # none inside another
         self.edges_of: dict[nn.Module, list[Edges]] = {}
         for edge_set in self.edges:
             for mixer in edge_set.chosen(self.mixers):

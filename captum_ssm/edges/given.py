@@ -94,7 +94,7 @@ def given_tokens(
         TrainingModeError: when a module is random.
     """
     mappings_of_run, known_mappings, copies = _copies.get(([], iter(()), 0))
-    for mapping in known_mappings:
+    for mapping in known_mappings:  # inside same_for_copies: the next one, of this call
         return mapping.repeated(copies)
     args, kwargs = arguments
     values = [*args, *kwargs.values()]
@@ -188,7 +188,7 @@ def _positions_in_first(positions: Sequence[Tensor | None]) -> list[Tensor | Non
     absent = max(int(x.max()) for x in positions if x is not None) + 1  # in place of -1
     index = torch.arange(of_first.shape[1], device="cpu").expand_as(of_first)
     index_of = torch.full((len(of_first), absent + 1), -1, device="cpu")
-    index_of.scatter_(1, of_first.where(of_first >= 0, absent), index)
+    index_of.scatter_(1, of_first.where(of_first >= 0, absent), index)  # index_of[b, position]
     index_of[:, absent] = -1
     return [x if x is None else index_of.gather(1, x.where(x >= 0, absent)) for x in positions]
 

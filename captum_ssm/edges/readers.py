@@ -157,7 +157,7 @@ class NormCalls:
             layers: the layers of the run.
             gradients: gradients at the layers' outputs, (B, L, E) each.
         """
-        norms = [(call.after, call.norm()) for call in self._calls]
+        norms = [(call.after, call.statistics()) for call in self._calls]
         norms_by_layer: list[Sequence[NormReader]] = []
         for index, (layer, gradient) in enumerate(zip(layers, gradients, strict=True)):
             candidates = [norm for after, norm in norms if after > index and norm is not None]
@@ -191,13 +191,13 @@ class _NormCall:
         self.module, self.x, self.output, self.after = module, x, output, after
         self.gradients: list[Tensor] = []
 
-    def norm(self) -> NormReader | None:
+    def statistics(self) -> NormReader | None:
         """Return the norm's statistics; None without a gradient, or for an unsupported form.
 
         The form A c(x) s(x) + constant, with or without centering, is checked against the output.
         """
         eps = next((getattr(self.module, name) for name in _EPS if hasattr(self.module, name)), 0.0)
-        eps = torch.finfo(self.x.dtype).eps if eps is None else eps
+        eps = torch.finfo(self.x.dtype).eps if eps is None else eps  # as in nn.RMSNorm
         if len(self.gradients) != 1 or not isinstance(eps, float | int):
             return None
         # LayerNorm returns the same for a shifted input
@@ -224,7 +224,7 @@ class _NormCall:
                 first_tensor(self.module(leaf)), leaf, self.gradients[0]
             )
         along_stream = scale.square() * explained[..., None] / x.shape[-1]
-        toward = (input_gradient + along_stream * stream) / scale
+        toward = (input_gradient + along_stream * stream) / scale  # solves input_gradient() for it
         return NormReader(stream, scale, toward, explained, float(eps), centered)
 
     @torch.no_grad()

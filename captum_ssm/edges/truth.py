@@ -174,7 +174,7 @@ class Interventions:
         names = [{"" if isinstance(x, int) else x.name for x in cut} for cut in cuts]
         order = [(uncut.calls_before(layer_names), sorted(layer_names)) for layer_names in names]
         remaining = sorted(range(len(cuts)), key=order.__getitem__)
-        batch_size = self.at_a_time if uncut.tokens else 1
+        batch_size = self.at_a_time if uncut.tokens else 1  # of the run that maps tokens
         while remaining:
             count = uncut.calls_before(names[remaining[0]]) if uncut.tokens else 0
             # the first run that reuses ``count`` calls also runs a copy without cuts, as a check

@@ -110,7 +110,7 @@ def to_json(graph: Graph, path: str | Path) -> None:
 
 
 def _with_listing_of(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
-    """Add a graph to the list of graphs; it replaces a graph of the same name."""
+    """Return a file's list of graphs with one more graph, which replaces one of the same name."""
     try:
         listing = json.loads(path.read_text("utf-8")) if path.exists() else {"graphs": []}
         other_graphs = [graph for graph in listing["graphs"] if graph["slug"] != metadata["slug"]]

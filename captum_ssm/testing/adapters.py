@@ -293,7 +293,7 @@ def _check_padding(side: str) -> Callable[[_Subject], None]:
             mixer_mask = layer.linear.mask
             assert mixer_mask is not None, f"{layer.name}: the mixer returns no mask"
             assert torch.equal(mixer_mask, mask.bool()), f"{layer.name}: returns a different mask"
-            weights = _matrices_of(layer).abs().sum((1, 2))  # (B, L)
+            weights = _matrices_of(layer).abs().sum((1, 2))  # (B, L), of each source
             assert not weights[mask == 0].any(), f"{layer.name}: padded tokens are read"
         for row in range(1, len(mask)):
             real = mask[row].bool()
@@ -399,6 +399,7 @@ def _check_neurons(subject: _Subject) -> None:
 
 
 def _check_heads(subject: _Subject) -> None:
+    """Check that relevance of heads and the biases after them sum to the relevance of mixers."""
     for layer in _last_by_class(subject.layers):
         name = layer.name
         if not name or subject.names.count(name) > 1:  # a mixer alone, or one that runs again
@@ -406,7 +407,6 @@ def _check_heads(subject: _Subject) -> None:
         at_output = subject.decompose_at(name, False)
         at_heads = subject.decompose_at(f"{name}.heads", False)
         _check_sum(f"{name}.heads", at_heads)
-        # of the mixer's own weights, such as the output projection
         biases = sum(bias for key, bias in at_heads.biases.items() if key.startswith(name))
         of_heads, of_mixer = (x.inputs.flatten(1).sum(1) for x in (at_heads, at_output))
         size = at_output.inputs.abs().flatten(1).sum(1)

@@ -222,10 +222,10 @@ class _Checker:
         for name, values in self.values_by_option.items():
             for value in values.refused:
                 with self.collecting(f"refusals, {_option_text(name, value)}"):
-                    self._refused(name, model, **{**arguments, name: value})
+                    self._require_refused(name, model, **{**arguments, name: value})
         # arguments of Captum's methods, which this method does not accept
         for name in {"baselines", "n_steps", "feature_mask"} - {*self.parameters}:
-            self._refused(name, model, **arguments, **{name: None})
+            self._require_refused(name, model, **arguments, **{name: None})
         all_padded = torch.stack([mask[0], 0 * mask[0]])
         with _raises(PaddedExampleError, "an example with only padding raises no error"):
             self.method(model).attribute(ids, target, all_padded)
@@ -234,7 +234,8 @@ class _Checker:
         with _raises(CaptumSSMError, "a forward_func without a model raises no error"):
             self.method(lambda x: x)
 
-    def _refused(self, name: str, model: nn.Module, **arguments: Any) -> None:
+    def _require_refused(self, name: str, model: nn.Module, **arguments: Any) -> None:
+        """Raise unless these arguments raise a CaptumSSMError that names the argument ``name``."""
         try:
             self.method(model).attribute(**arguments)
         except CaptumSSMError as error:
