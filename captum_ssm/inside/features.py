@@ -152,8 +152,7 @@ def active_features(site: Site, activation: SiteActivation, dictionary: Dictiona
         # decode each used feature once; ``where`` expands the directions to all nodes
         used_ids, where = torch.unique(indices, return_inverse=True)
         zeros = features.new_zeros(1, features.shape[-1])
-        # decode(0) is constant: it belongs to no feature
-        rest = dictionary.decode(zeros)[0].to(x)
+        rest = dictionary.decode(zeros)[0].to(x)  # constant: it belongs to no feature
         units = zeros.expand(len(used_ids), -1).scatter(1, used_ids[:, None], 1.0)
         directions = (dictionary.decode(units).to(x) - rest)[where] if len(used_ids) else x[:0]
         activations = features.detach()[positions, indices].to(x)

@@ -19,8 +19,7 @@ from ..errors import CaptumSSMError, CheckpointError, OptionError
 Weights = Mapping[str, Tensor]
 Model = TypeVar("Model", bound=nn.Module)
 
-#: Largest accepted numbers of layers, experts and classes in a configuration. Building so many
-#: modules takes time and memory, before the sizes of the weights are checked.
+#: Largest accepted numbers of modules: building them takes memory, before weights are checked.
 _LIMITS = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth"), 4096),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 65_536),

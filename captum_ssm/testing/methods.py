@@ -369,8 +369,7 @@ class _Checker:
     def padding(self, case: _Case, **options: Any) -> None:
         """Check that an example by itself has the relevance that it has in its padded batch."""
         whole = self.cached(case, options)
-        # with options only the padded one: the clause parts runs both
-        for example in (1,) if options else (0, 1):
+        for example in (1,) if options else (0, 1):  # with options, parts() runs both
             is_real = case.is_real(example)
             single = self.relevance(_single(case, example), **_options_of(options, example))
             _close(whole[example, is_real], single[0], f"example {example} differs by itself")

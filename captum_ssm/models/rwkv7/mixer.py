@@ -113,8 +113,7 @@ class _DeltaRuleOutput(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         saved = ctx.saved_tensors  # read once, as torch's checkpoints require
         of_values, of_factors = _delta_rule(*saved).backward(saved[3], grads[0])
-        # of the arguments of forward in order; v has the values' gradient
-        names = "query", "log_decay", "key", "", "erase", "erase_step"
+        names = "query", "log_decay", "key", "", "erase", "erase_step"  # of forward; "" for values
         return tuple(of_factors[name] if name else of_values for name in names)
 
 

@@ -92,7 +92,7 @@ def _arguments(weights: Weights, options: Mapping[str, Any]) -> dict[str, Any]:
     convolution, positions = f"{block}.op.conv2d.weight", weights.get("pos_embed")
     return {
         "channels": channels,
-        # each of two overlapping convolutions has stride patch_size / 2, and a kernel 1 larger
+        # two overlapping convolutions have stride patch_size / 2, and a kernel 1 larger
         "patch_size": 2 * (kernel - 1) if overlapping else kernel,
         "num_classes": shape_of(weights, "classifier.head.weight", 2)[0],
         "depths": [len({b for s, b in blocks if s == stage}) for stage in range(stages)],
