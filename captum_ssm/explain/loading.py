@@ -214,8 +214,8 @@ def config_of(source: Source) -> Any:
             "name from the hub, add --hub."
         )
     with as_checkpoint_error(f"{source.name} has no usable configuration"):
-        plain, _ = transformers.PretrainedConfig.get_config_dict(name, **source.options)
-        check_counts(plain, f"The configuration of {source.name}")
+        config_dict, _ = transformers.PretrainedConfig.get_config_dict(name, **source.options)
+        check_counts(config_dict, f"The configuration of {source.name}")
         return transformers.AutoConfig.from_pretrained(name, **source.options)
 
 
@@ -239,7 +239,7 @@ def _load_transformers(source: Source) -> Loaded:
     name, auto = match
     is_remote = source.trust_remote_code and auto in (getattr(config, "auto_map", None) or {})
     # by class name, because other packages replace the entries of transformers' Auto classes
-    model_class = getattr(transformers, auto if remote else kind, getattr(transformers, auto))
+    model_class = getattr(transformers, auto if is_remote else name, getattr(transformers, auto))
     with as_checkpoint_error(f"{source.name}: configuration and weights do not fit"):
         # otherwise transformers' error would not name weights of a wrong shape
         model, info = model_class.from_pretrained(

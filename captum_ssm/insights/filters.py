@@ -126,6 +126,7 @@ def _listed_name(argument: str, name: Any) -> str:
     match = find_name(name, names)
     if match is None:
         raise OptionError(
-            f"{argument}={name!r} is not known.{suggest(name, names)} Use one of: {', '.join(names)}."
+            f"{argument}={name!r} is not known.{suggest(name, names)} Use one of: "
+            f"{', '.join(names)}."
         )
     return match
