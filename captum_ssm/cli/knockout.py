@@ -285,9 +285,9 @@ def _edge_lines(edges: list[tuple[Edge, float]], names: Any, outlined: Outline) 
 
 def _spelled(name: str) -> str:
     """Return a token as it is printed within a line: without surrounding spaces."""
-    from ..viz.labels import spelled
+    from ..viz.labels import visible_text
 
-    return spelled(name).strip()
+    return visible_text(name).strip()
 
 
 def _table_lines(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, OptionError
-from .figure import for_notebooks, numbers
-from .labels import as_words, shown, spelled
-from .overlay import picture_of, pixels_of
+from .figure import finite_numbers, for_notebooks
+from .labels import as_words, plot_label, visible_text
+from .overlay import pixel_relevance, rgb_image
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,8 +55,8 @@ def image_arrays(relevance: Tensor, image: Tensor) -> tuple[Any, Any]:
         >>> relevance.shape, image.shape
         ((8, 8, 1), (8, 8, 3))
     """
-    picture = picture_of(image)
-    pixels = pixels_of(relevance, (picture.shape[0], picture.shape[1]))
+    picture = rgb_image(image)
+    pixels = pixel_relevance(relevance, (picture.shape[0], picture.shape[1]))
     return pixels[..., None].numpy(), (picture * 255).round().to(torch.uint8).numpy()
 
 
@@ -111,8 +111,8 @@ def captum_image(
         )
     if sign is None:
         sign = "all" if pixels.min() < 0 and method not in _ONE_SIGN else "positive"
-    heading = "" if title is None else shown(title)
-    # Captum divides by the sum of the part shown; numbers near the smallest would vanish in it
+    heading = "" if title is None else plot_label(title)
+    # Captum divides by a sum of these numbers; tiny ones would become 0 unless scaled first
     largest = float(np.abs(pixels).max())
     pixels = pixels / largest if largest else pixels
     if not _SIGNS[sign](pixels):
@@ -121,7 +121,7 @@ def captum_image(
         heading = f"{heading}\n(no relevance of this sign)".strip()
     options.setdefault("use_pyplot", False)
     if options.get("outlier_perc") == 0:
-        # with 0 Captum may round the sum that it looks for past the largest there is, and fail
+        # with 0, Captum looks for the total in cumulative sums, which rounding may make too small
         options["outlier_perc"] = _NO_OUTLIERS
     figure, axis = visualization.visualize_image_attr(
         pixels, picture, method=method, sign=sign, title=heading or None, **options
@@ -165,13 +165,13 @@ def captum_text(
     """
     from captum.attr import visualization
 
-    scores = numbers(relevance, "relevance").flatten()
+    scores = finite_numbers(relevance, "relevance").flatten()
     if len(scores) != len(tokens):
-        found = f"relevance has {len(scores)} numbers for {len(tokens)} tokens"
-        raise InputError(f"{found}. Pass one number per token.")
+        mismatch = f"relevance has {len(scores)} numbers for {len(tokens)} tokens"
+        raise InputError(f"{mismatch}. Pass one number per token.")
     words = [html.escape(label) for label in as_words(tokens).labels]
     classes = [
-        html.escape(spelled(str(c))) if c != "" else "" for c in (predicted, true, explained)
+        html.escape(visible_text(str(c))) if c != "" else "" for c in (predicted, true, explained)
     ]
     return visualization.VisualizationDataRecord(
         word_attributions=scores / (float(scores.abs().max()) or 1.0),

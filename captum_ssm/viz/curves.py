@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .figure import by_name, line_style, new_figure, numbers
-from .labels import shown
-from .layers import finish
+from .figure import by_name, finite_numbers, line_style, new_figure
+from .labels import plot_label
+from .layers import finish_line_plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,19 +46,20 @@ def plot_curves(
         ['rollout  area 0.625']
     """
     figure, axis = new_figure(6.6, 3.6)
-    named = by_name(curves, "curves")
-    _draw(axis, named)
-    axis.set(xlabel=shown(change), ylabel=shown(quantity))
-    finish(figure, axis, [*named] if isinstance(curves, Mapping) else [], title)
+    curves_by_name = by_name(curves, "curves")
+    _draw_curves(axis, curves_by_name)
+    axis.set(xlabel=plot_label(change), ylabel=plot_label(quantity))
+    finish_line_plot(figure, axis, [*curves_by_name] if isinstance(curves, Mapping) else [], title)
     return figure, axis
 
 
-def _draw(axis: Any, curves: Mapping[str, Curve]) -> None:
+def _draw_curves(axis: Any, curves: Mapping[str, Curve]) -> None:
+    """Draw each curve's mean over examples, and for several examples its standard error."""
     for i, (name, curve) in enumerate(curves.items()):
-        shares = numbers(curve.fractions, "fractions").numpy()
-        values = numbers(curve.values, "values")
+        shares = finite_numbers(curve.fractions, "fractions").numpy()
+        values = finite_numbers(curve.values, "values")
         style, mean = line_style(i), values.mean(0)
-        label = shown(name)
+        label = plot_label(name)
         if len(shares) > 1:
             label = f"{label}  area {float(curve.area().mean()):.3g}".strip()
         axis.plot(shares, mean.numpy(), marker="o", markersize=3.5, label=label, **style)

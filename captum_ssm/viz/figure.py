@@ -39,35 +39,36 @@ def new_figure(width: float, height: float, **grid: Any) -> tuple[Figure, Any]:
 
 
 def for_notebooks(figure: Figure) -> Figure:
-    """Let a notebook show a figure outside of pyplot; by default it does so only after pyplot."""
-    figure._repr_png_ = partial(_picture, figure)  # type: ignore[attr-defined]
+    """Set the method by which a notebook shows the figure; only pyplot's figures have one."""
+    figure._repr_png_ = partial(_png_of, figure)  # type: ignore[attr-defined]
     return figure
 
 
-def _picture(figure: Figure) -> bytes:
+def _png_of(figure: Figure) -> bytes:
+    """Return a figure as the bytes of a PNG file."""
     figure.savefig(file := BytesIO(), format="png", bbox_inches="tight")
     return file.getvalue()
 
 
-def numbers(values: Any, what: str) -> Tensor:
-    """Return finite float64 values on the CPU; ``what`` is the name of the values in errors."""
-    # Python's numbers are float64, which torch would round to its default
+def finite_numbers(values: Any, name: str) -> Tensor:
+    """Return finite float64 values on the CPU; ``name`` is the name of the values in errors."""
+    # torch would round Python's numbers, which are float64, to its default dtype
     dtype = None if hasattr(values, "dtype") else torch.float64
     try:
-        found = torch.as_tensor(values, dtype=dtype).detach().cpu()
+        tensor = torch.as_tensor(values, dtype=dtype).detach().cpu()
     except (TypeError, ValueError, RuntimeError):
-        raise InputError(f"{what}={values!r} is not accepted. Pass only real numbers.") from None
-    if found.is_complex() or not found.numel():
-        kind = "complex" if found.is_complex() else "empty"
-        raise InputError(f"{what} of shape {tuple(found.shape)} is {kind}. Pass real numbers.")
-    found = found.double()
-    missing = int((~found.isfinite()).sum())
-    if missing:
+        raise InputError(f"{name}={values!r} is not accepted. Pass only real numbers.") from None
+    if tensor.is_complex() or not tensor.numel():
+        kind = "complex" if tensor.is_complex() else "empty"
+        raise InputError(f"{name} of shape {tuple(tensor.shape)} is {kind}. Pass real numbers.")
+    tensor = tensor.double()
+    bad = int((~tensor.isfinite()).sum())
+    if bad:
         raise InputError(
-            f"{missing} of the numbers in {what} are NaN or infinite. Pass finite numbers; a "
+            f"{bad} of the numbers in {name} are NaN or infinite. Pass finite numbers; a "
             "method of this package with verify=True finds the layer that returned them."
         )
-    return found
+    return tensor
 
 
 def strongest(values: Tensor) -> float:
@@ -76,22 +77,22 @@ def strongest(values: Tensor) -> float:
     return float(flat[flat.abs().argmax()])
 
 
-def by_name(values: Any, what: str) -> dict[str, Any]:
-    """Return values by name; a single value without a name gets the name ``""``."""
+def by_name(values: Any, name: str) -> dict[str, Any]:
+    """Return values by name; a single value gets the name ``""``; errors call them ``name``."""
     named = dict(values) if isinstance(values, Mapping) else {"": values}
     if not named:
-        raise InputError(f"{what} is an empty mapping. Pass at least one entry.")
+        raise InputError(f"{name} is an empty mapping. Pass at least one entry.")
     return named
 
 
-def check_labels(labels: Sequence[str] | None, count: int, what: str) -> None:
+def check_labels(labels: Sequence[str] | None, count: int, name: str) -> None:
     """Raise InputError unless there are ``count`` labels, or None instead of labels."""
     if labels is not None and len(labels) != count:
-        raise InputError(f"{what} has {len(labels)} labels for {count} items. Pass one for each.")
+        raise InputError(f"{name} has {len(labels)} labels for {count} items. Pass one for each.")
 
 
-def scale(values: Tensor) -> tuple[str, float, float]:
-    """Return a color map and its limits, centered at zero if some value is negative."""
+def color_scale(values: Tensor) -> tuple[str, float, float]:
+    """Return a color map's name and its limits, centered at zero if some value is negative."""
     largest = float(values.abs().max()) or 1.0
     if float(values.min()) < 0:
         return DIVERGING, -largest, largest
@@ -99,20 +100,20 @@ def scale(values: Tensor) -> tuple[str, float, float]:
 
 
 def explain_colors(figure: Figure, color_map: str) -> None:
-    """Add a legend for the colors at the upper right, in place of a color bar."""
+    """Add a legend of the color map's ends at the upper right, in place of a color bar."""
     from matplotlib import colormaps
     from matplotlib.patches import Patch
 
     ends = {"adds": 0.9, "subtracts": 0.1} if color_map == DIVERGING else {"more relevant": 0.9}
-    handles = [Patch(color=colormaps[color_map](end), label=name) for name, end in ends.items()]
+    handles = [Patch(color=colormaps[color_map](x), label=name) for name, x in ends.items()]
     figure.legend(handles=handles, loc="upper right", ncols=2, fontsize=8, frameon=False)
 
 
 def min_max(values: Tensor) -> Tensor:
     """Scale absolute values to the range from 0 to 1, as in the papers' figures of matrices."""
-    size = values.abs()
-    spread = float(size.max() - size.min())
-    return (size - size.min()) / (spread or 1.0)
+    sizes = values.abs()
+    spread = float(sizes.max() - sizes.min())
+    return (sizes - sizes.min()) / (spread or 1.0)
 
 
 def line_style(index: int) -> dict[str, str]:

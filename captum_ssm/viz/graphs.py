@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
-from .edges import AGAINST, FOR, WordRow, explain, set_words
-from .figure import new_figure, numbers
-from .labels import FAMILIES, cut, shown
+from .edges import AGAINST, FOR, WordRow, add_edge_legend, set_word_ticks
+from .figure import finite_numbers, new_figure
+from .labels import FAMILIES, plot_label, truncate
 from .text import CELL
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _ROW, _WIDEST = 1.05, 4.5
 #: Areas in square points of the nodes of the greatest and of the least influence.
 _LARGEST, _SMALLEST = 170.0, 14.0
 #: The smallest share of a node's input that is drawn, and the share of a row's height for nodes.
-_LEAST, _SPREAD = 0.03, 0.62
+_MIN_SHARE, _SPREAD = 0.03, 0.62
 
 
 def plot_graph(
@@ -73,51 +73,53 @@ def plot_graph(
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise OptionError(f"most={most!r} is not accepted. Pass an integer of at least 1.")
     _check_by(graph, by)
-    edges = numbers(graph.edges, "graph")
-    chosen = chosen_nodes(graph, most)
+    edges = finite_numbers(graph.edges, "graph")
+    chosen = nodes_to_draw(graph, most)
     last = len(graph.nodes) - 1
-    words = WordRow.of(graph.tokens, {_column(graph, i) for i in chosen})
+    words = WordRow.of(graph.tokens, {_token_of(graph, i) for i in chosen})
     depths = sorted({graph.nodes[i].depth for i in chosen} | {0})
     rows = {depth: row for row, depth in enumerate(depths)}
     figure, axis = new_figure(
         words.length * CELL[0] + 1.4, _ROW * len(rows) + 0.9 + 0.3 * bool(title)
     )
-    set_words(axis, words)
+    set_word_ticks(axis, words)
     axis.set_ylim(-0.35, len(rows) - 0.4)
     axis.set_yticks(
         range(len(rows)), [_row_name(graph, depth, last) for depth in depths], fontsize=8
     )
     axis.tick_params(axis="y", length=0)
-    places = _places(graph, chosen, words, rows)
+    positions = _node_positions(graph, chosen, words, rows)
     influence = torch.tensor([node.influence for node in graph.nodes], dtype=torch.double)
     influence[last] = 1.0
-    drawn = links_between(edges, chosen, influence)
+    links = links_between(edges, chosen, influence)
     if by == "relevance":
         influence = _relevance(graph, edges)
-        drawn = _flow_between(edges, chosen)
-    largest = max((carried for *_, carried in drawn), default=0.0) or 1.0
-    for source, target, weight, carried in sorted(drawn, key=lambda link: link[-1]):
-        share = carried / largest
+        links = _flow_between(edges, chosen)
+    largest = max((strength for *_, strength in links), default=0.0) or 1.0
+    for source, target, weight, strength in sorted(links, key=lambda link: link[-1]):
+        share = strength / largest
         color = FOR if weight >= 0 else AGAINST
-        (x0, y0), (x1, y1) = places[source], places[target]
-        looks = {"linewidth": 0.6 + _WIDEST * share, "alpha": 0.3 + 0.6 * share, "zorder": 1}
-        axis.plot([x0, x1], [y0, y1], color=color, solid_capstyle="round", **looks)
-    top = float(influence[[i for i in chosen if i != last]].max()) if len(chosen) > 1 else 1.0
+        (x0, y0), (x1, y1) = positions[source], positions[target]
+        style = {"linewidth": 0.6 + _WIDEST * share, "alpha": 0.3 + 0.6 * share, "zorder": 1}
+        axis.plot([x0, x1], [y0, y1], color=color, solid_capstyle="round", **style)
+    greatest = float(influence[[i for i in chosen if i != last]].max()) if len(chosen) > 1 else 1.0
     for i in chosen:
         node = graph.nodes[i]
-        share = 1.0 if i == last else float(influence[i]) / (top or 1.0)
+        share = 1.0 if i == last else float(influence[i]) / (greatest or 1.0)
         face = "white" if node.kind == "error" else "0.25"
         size = _SMALLEST + (_LARGEST - _SMALLEST) * min(share, 1.0)
-        axis.scatter(*places[i], s=size, color=face, edgecolor="0.25", linewidth=1.0, zorder=2)
-    _label(axis, graph, places, chosen)
-    explain(figure, torch.tensor([weight for *_, weight, _ in drawn] or [1.0]), "adds", "subtracts")
+        axis.scatter(*positions[i], s=size, color=face, edgecolor="0.25", linewidth=1.0, zorder=2)
+    _write_labels(axis, graph, positions, chosen)
+    add_edge_legend(
+        figure, torch.tensor([weight for *_, weight, _ in links] or [1.0]), "adds", "subtracts"
+    )
     if title:
-        figure.suptitle(shown(title), x=0.01, ha="left", size=11)
+        figure.suptitle(plot_label(title), x=0.01, ha="left", size=11)
     return figure, axis
 
 
-def chosen_nodes(graph: Graph, most: int) -> list[int]:
-    """Return the indices of the nodes to draw: the most influential ones and the target."""
+def nodes_to_draw(graph: Graph, most: int) -> list[int]:
+    """Return indices of nodes to draw: the target, and up to ``most`` tokens and inner nodes."""
     inner = [
         i
         for i, node in enumerate(graph.nodes[:-1])
@@ -132,6 +134,7 @@ def chosen_nodes(graph: Graph, most: int) -> list[int]:
 
 
 def _check_by(graph: Graph, by: str) -> None:
+    """Raise OptionError unless plot_graph can draw ``by`` for the kinds of the graph's nodes."""
     if by not in ("influence", "relevance"):
         raise OptionError(f"by={by!r} is not known. Pass 'influence' or 'relevance'.")
     kinds = {node.kind for node in graph.nodes} & {"feature", "direction"}
@@ -144,52 +147,54 @@ def _check_by(graph: Graph, by: str) -> None:
 
 
 def _relevance(graph: Graph, edges: Tensor) -> Tensor:
-    """Return absolute values (n,): whole activations, and other nodes' sums of outgoing edges."""
-    own = torch.tensor([node.activation for node in graph.nodes], dtype=torch.double)
-    whole = torch.tensor([node.kind == "whole" for node in graph.nodes])
-    return torch.where(whole, own, edges.sum(0)).abs()
+    """Return each node's absolute relevance (n,): an activation, or the sum of outgoing edges."""
+    activations = torch.tensor([node.activation for node in graph.nodes], dtype=torch.double)
+    is_whole = torch.tensor([node.kind == "whole" for node in graph.nodes])
+    return torch.where(is_whole, activations, edges.sum(0)).abs()
 
 
 def _flow_between(edges: Tensor, chosen: Sequence[int]) -> list[tuple[int, int, float, float]]:
-    """Return (source, target, relevance, width) of each link that is wide enough to draw."""
-    found = [(s, t, float(edges[t, s])) for t in chosen for s in chosen]
-    least = _LEAST * max((abs(weight) for *_, weight in found), default=0.0)
-    return [(s, t, w, abs(w)) for s, t, w in found if w and abs(w) >= least]
+    """Return (source, target, relevance, width) of each edge that is wide enough to draw."""
+    links = [(s, t, float(edges[t, s])) for t in chosen for s in chosen]
+    threshold = _MIN_SHARE * max((abs(weight) for *_, weight in links), default=0.0)
+    return [(s, t, w, abs(w)) for s, t, w in links if w and abs(w) >= threshold]
 
 
-def _column(graph: Graph, i: int) -> int:
+def _token_of(graph: Graph, i: int) -> int:
     """Return the token over which a node is drawn; the last token if a node has none."""
     position = graph.nodes[i].position
     return len(graph.tokens) - 1 if position is None else position
 
 
 def _row_name(graph: Graph, depth: int, last: int) -> str:
+    """Return the label of a row: the end of its layer's name; ``last`` is the target's index."""
     if depth == 0:
         return "tokens"
     if depth == graph.nodes[last].depth:
         return "target"
     layer = next(node.layer for node in graph.nodes if node.depth == depth and node.layer)
-    return shown(".".join(layer.split(".")[-2:]))
+    return plot_label(".".join(layer.split(".")[-2:]))
 
 
-def _places(
+def _node_positions(
     graph: Graph, chosen: Sequence[int], words: WordRow, rows: dict[int, int]
 ) -> dict[int, tuple[float, float]]:
     """Return each node's (x, y) in the picture; nodes of one word in one row are stacked."""
-    together = defaultdict[tuple[int, int], list[int]](list)
+    nodes_by_word = defaultdict[tuple[int, int], list[int]](list)
     for i in chosen:
-        together[_column(graph, i), graph.nodes[i].depth].append(i)
-    found = {}
-    for (column, depth), here in together.items():
-        for k, i in enumerate(sorted(here, key=lambda i: graph.nodes[i].influence)):
-            up = _SPREAD * ((k + 0.5) / len(here) - 0.5) if len(here) > 1 else 0.0
-            aside = 0.35 * words.halves[column] * (k % 2 * 2 - 1) if len(here) > 1 else 0.0
-            found[i] = (words.middles[column] + aside, rows[depth] + up)
-    return found
+        nodes_by_word[_token_of(graph, i), graph.nodes[i].depth].append(i)
+    positions = {}
+    for (column, depth), nodes in nodes_by_word.items():
+        for k, i in enumerate(sorted(nodes, key=lambda i: graph.nodes[i].influence)):
+            # stacked from the row's lower to its upper part, by turns left and right of the word
+            dy = _SPREAD * ((k + 0.5) / len(nodes) - 0.5) if len(nodes) > 1 else 0.0
+            dx = 0.35 * words.halves[column] * (k % 2 * 2 - 1) if len(nodes) > 1 else 0.0
+            positions[i] = (words.middles[column] + dx, rows[depth] + dy)
+    return positions
 
 
 def links_between(
-    edges: Tensor, chosen: Sequence[int], influence: Tensor, least: float = _LEAST
+    edges: Tensor, chosen: Sequence[int], influence: Tensor, least: float = _MIN_SHARE
 ) -> list[tuple[int, int, float, float]]:
     """Return (source, target, contribution, influence) of each edge that is large enough to draw.
 
@@ -209,26 +214,26 @@ def links_between(
     ]
 
 
-def _label(
+def _write_labels(
     axis: Any,
     graph: Graph,
-    places: dict[int, tuple[float, float]],
+    positions: dict[int, tuple[float, float]],
     chosen: Sequence[int],
 ) -> None:
-    """Write the labels of nodes, the most influential first, if there is room."""
+    """Write labels beside nodes: the target's, then the most influential ones that have room."""
     from matplotlib.patheffects import withStroke
 
-    taken: list[tuple[float, float, float]] = []
+    boxes: list[tuple[float, float, float]] = []  # of written labels: center, height, half width
     for i in sorted(chosen, key=lambda i: -graph.nodes[i].influence - (i == len(graph.nodes) - 1)):
-        node, (x, y) = graph.nodes[i], places[i]
+        node, (x, y) = graph.nodes[i], positions[i]
         if node.kind == "token" or not node.label:
             continue
-        text = shown(cut(node.label))
-        left, half = x + 1.0, 0.36 * len(text)
-        middle = left + half
-        if any(abs(middle - m) < half + h and abs(y - high) < 0.13 for m, high, h in taken):
+        text = plot_label(truncate(node.label))
+        x_left, half = x + 1.0, 0.36 * len(text)
+        middle = x_left + half
+        if any(abs(middle - m) < half + h and abs(y - above) < 0.13 for m, above, h in boxes):
             continue
-        taken.append((middle, y, half))
+        boxes.append((middle, y, half))
         halo = [withStroke(linewidth=2.5, foreground="white")]
-        names = {"family": list(FAMILIES), "fontsize": 7, "path_effects": halo, "zorder": 3}
-        axis.text(left, y, text, ha="left", va="center", **names)
+        style = {"family": list(FAMILIES), "fontsize": 7, "path_effects": halo, "zorder": 3}
+        axis.text(x_left, y, text, ha="left", va="center", **style)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
 from .figure import LINES, new_figure
-from .labels import shown
+from .labels import plot_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,16 +53,16 @@ def plot_intervals(
     headings: list[int] = []
     for heading, rows in groups.items():
         headings.append(len(labels))
-        labels += [shown(heading), *map(shown, rows), ""]
+        labels += [plot_label(heading), *map(plot_label, rows), ""]
     width = _PANEL * len(columns) + _CHARACTER * max(map(len, labels))
     heading_lines = wrap(title or "", int(width / _TITLE_CHARACTER))
     height = _LINE * (len(labels) + len(heading_lines)) + _AROUND
     figure, axes = new_figure(width, height, ncols=len(columns), sharey=True, squeeze=False)
     for column, (axis, name) in enumerate(zip(axes[0], columns, strict=True)):
-        for color, (start, rows) in enumerate(zip(headings, groups.values(), strict=True)):
+        for color, (line, rows) in enumerate(zip(headings, groups.values(), strict=True)):
             intervals = [row[column] for row in rows.values()]
-            _dots(axis, start + 1, intervals, LINES[color % len(LINES)])
-        axis.set_title(shown(name), size=9)
+            _draw_intervals(axis, line + 1, intervals, LINES[color % len(LINES)])
+        axis.set_title(plot_label(name), size=9)
         axis.tick_params(axis="x", labelsize=7, top=True, labeltop=True)
         axis.tick_params(axis="y", length=0)
         axis.grid(axis="x", linewidth=0.4, color="0.85")
@@ -74,21 +74,23 @@ def plot_intervals(
     for line in headings:
         first.get_yticklabels()[line].set_fontweight("bold")
     if heading_lines:
-        figure.suptitle("\n".join(map(shown, heading_lines)), size=10)
+        figure.suptitle("\n".join(map(plot_label, heading_lines)), size=10)
     return figure, axes[0]
 
 
-def _dots(axis: Any, start: int, intervals: Sequence[Interval], color: str) -> None:
-    """Draw a dot and a bar for each interval, from line ``start`` down; nothing for NaN."""
-    known = [(line, each) for line, each in enumerate(intervals, start) if not math.isnan(each[1])]
-    lines = [line for line, _ in known]
+def _draw_intervals(axis: Any, first: int, intervals: Sequence[Interval], color: str) -> None:
+    """Draw a dot and a bar for each interval, from line ``first`` down; nothing for NaN."""
+    by_line = {line: x for line, x in enumerate(intervals, first) if not math.isnan(x[1])}
+    lines = list(by_line)
     for line in lines:
         axis.axhline(line, linewidth=0.3, color="0.9", zorder=0)
-    axis.hlines(lines, [e[0] for _, e in known], [e[2] for _, e in known], color, linewidth=1.2)
-    axis.plot([e[1] for _, e in known], lines, "o", color=color, markersize=3)
+    low, value, high = ([x[part] for x in by_line.values()] for part in range(3))
+    axis.hlines(lines, low, high, color, linewidth=1.2)
+    axis.plot(value, lines, "o", color=color, markersize=3)
 
 
 def _check(groups: Mapping[str, Mapping[str, Sequence[Interval]]], columns: Sequence[str]) -> None:
+    """Raise InputError unless there is a row, a column, and one interval per row and column."""
     if not columns or not any(groups.values()):
         raise InputError("groups or columns is empty: nothing to draw. Pass a row and a column.")
     for heading, rows in groups.items():

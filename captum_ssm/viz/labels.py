@@ -28,15 +28,15 @@ _INVISIBLE = frozenset((0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 
 )
 
 #: The digits in the labels of the second, third, ... token of a character.
-PARTS = "₀₁₂₃₄₅₆₇₈₉"
-_SUBSCRIPTS = str.maketrans("0123456789", PARTS)
+SUBSCRIPTS = "₀₁₂₃₄₅₆₇₈₉"
+_TO_SUBSCRIPTS = str.maketrans("0123456789", SUBSCRIPTS)
 
 #: More labels than this along an axis are thinned out so that they do not collide.
-_MOST_LABELS = 64
-#: The share of a cell that a letter of the font takes.
-_CLOSE = 0.76
+_MAX_LABELS = 64
+#: The share of a cell that a letter takes in words of several tokens, drawn without gaps.
+_JOINED_WIDTH = 0.76
 #: Labels longer than this are cut.
-_LONGEST = 24
+_MAX_LENGTH = 24
 
 
 class Words(NamedTuple):
@@ -77,122 +77,125 @@ def as_words(tokens: Sequence[str]) -> Words:
     pieces = tokens.pieces if isinstance(tokens, Tokens) else None
     if pieces is None:
         breaks = [i for i, name in enumerate(tokens) if "\n" in name]
-        return Words([spelled(name) for name in tokens], [], breaks, [])
-    found = Words([], [], [], [])
-    part, before = 1, None
+        return Words([visible_text(name) for name in tokens], [], breaks, [])
+    words = Words([], [], [], [])
+    # a piece is None for a special token, and "" for the nth token of a character (n > 1)
+    nth, previous = 1, None
     for i, (name, piece) in enumerate(zip(tokens, pieces, strict=True)):
-        part = part + 1 if piece == "" and before else 1
+        nth = nth + 1 if piece == "" and previous else 1
         if piece is None:
-            found.marks.append(i)
-        elif part > 1 or (before and not before[-1:].isspace() and not piece[:1].isspace()):
-            found.joined.append(i)
-        if part > 1:
-            found.labels.append(str(part).translate(_SUBSCRIPTS))
+            words.marks.append(i)
+        elif nth > 1 or (previous and not previous[-1:].isspace() and not piece[:1].isspace()):
+            words.joined.append(i)
+        if nth > 1:
+            words.labels.append(str(nth).translate(_TO_SUBSCRIPTS))
             continue  # the character's first token says where lines end
-        found.labels.append(spelled(name if piece is None else piece.strip() or piece))
+        words.labels.append(visible_text(name if piece is None else piece.strip() or piece))
         if piece and i and "\n" in piece[: len(piece) - len(piece.lstrip())] and piece.strip():
-            found.breaks.append(i - 1)
+            words.breaks.append(i - 1)  # the line break comes before this token's text
         if piece and "\n" in piece[len(piece.rstrip()) :]:
-            found.breaks.append(i)
-        before = piece
-    return found
+            words.breaks.append(i)
+        previous = piece
+    return words
 
 
-def shards(words: Words) -> list[int]:
-    """Return the indices of tokens that continue a word which an earlier token begins.
+def word_continuations(words: Words) -> list[int]:
+    """Return the indices of tokens that continue the word of the token before, unlike punctuation.
 
     In scripts without spaces between words, each token is a word.
 
     Example:
-        >>> from captum_ssm.viz.labels import Words, shards
-        >>> shards(Words(["la", "mp", "."], [1, 2], [], []))
+        >>> from captum_ssm.viz.labels import Words, word_continuations
+        >>> word_continuations(Words(["la", "mp", "."], [1, 2], [], []))
         [1]
     """
-    labels = words.labels
+    texts = words.labels
     return [
         i
         for i in words.joined
-        if labels[i][0] in PARTS or (_of_word(labels[i - 1][-1]) and _of_word(labels[i][0]))
+        if texts[i][0] in SUBSCRIPTS or (_is_spaced(texts[i - 1][-1]) and _is_spaced(texts[i][0]))
     ]
 
 
-def _of_word(character: str) -> bool:
+def _is_spaced(character: str) -> bool:
     """Return True for letters of scripts that put spaces between words, unlike Thai or Chinese."""
-    alone = "\u0e00" <= character < "\u1000" or "\u3040" <= character < "\uac00"
-    return character.isalnum() and not alone
+    # Thai to Tibetan, and Japanese and Chinese
+    unspaced = "\u0e00" <= character < "\u1000" or "\u3040" <= character < "\uac00"
+    return character.isalnum() and not unspaced
 
 
 def direction_of(text: str) -> str:
     """Return ``"rtl"`` if most letters with a direction run right to left, else ``"ltr"``."""
     kinds = [unicodedata.bidirectional(character) for character in text]
-    leftward = sum(kind in ("R", "AL") for kind in kinds)
+    leftward = sum(kind in ("R", "AL") for kind in kinds)  # AL: Arabic letters
     return "rtl" if leftward > kinds.count("L") else "ltr"
 
 
-def spelled(token: str) -> str:
+def visible_text(token: str) -> str:
     """Return the token with control, zero-width and lone combining characters as escapes."""
     if token and not token.strip(" "):
         return "␣" * len(token)
-    shown, base = [], False
+    characters, has_base = [], False
     for character in token:
         combining = unicodedata.category(character) in ("Mn", "Me")
         visible = character.isprintable() and ord(character) not in _INVISIBLE
-        if combining and not base:
+        if combining and not has_base:  # such as an accent without a letter
             visible = False
-        shown.append(character if visible else _name(character))
-        base = visible and character != " "
-    return "".join(shown) or EMPTY
+        characters.append(character if visible else _escape(character))
+        has_base = visible and character != " "
+    return "".join(characters) or EMPTY
 
 
-def shown(token: str) -> str:
+def plot_label(token: str) -> str:
     """Escape a token for matplotlib: invisible characters, missing glyphs and ``$``."""
-    glyphs = _glyphs()
-    drawn = "".join(c if ord(c) in glyphs else _name(c) for c in spelled(token))
-    return drawn.replace("$", r"\$")
+    drawable = _drawable()
+    text = "".join(c if ord(c) in drawable else _escape(c) for c in visible_text(token))
+    return text.replace("$", r"\$")
 
 
-def heading(text: str | None) -> str:
+def plot_heading(text: str | None) -> str:
     """Return a picture's heading for matplotlib; empty for None."""
-    return shown(text) if text else ""
+    return plot_label(text) if text else ""
 
 
 def width(token: str) -> int:
     """Return a token's width in cells of a monospaced font."""
-    label = shown(token).replace(r"\$", "$")
+    label = plot_label(token).replace(r"\$", "$")
     return sum(unicodedata.category(c) not in ("Mn", "Me") for c in label)
 
 
 def widths(labels: Sequence[str], joined: Collection[int]) -> list[float]:
     """Return each label's width in cells; labels of one word are drawn closer together."""
 
-    def of_several(i: int) -> bool:
+    def is_joined(i: int) -> bool:
         return i in joined or i + 1 in joined
 
-    return [width(label) * (_CLOSE if of_several(i) else 1) for i, label in enumerate(labels)]
+    return [width(label) * (_JOINED_WIDTH if is_joined(i) else 1) for i, label in enumerate(labels)]
 
 
-def cut(token: str, longest: int = _LONGEST) -> str:
+def truncate(token: str, longest: int = _MAX_LENGTH) -> str:
     """Return the token, or its beginning and an ellipsis if the token is too long."""
     return token if len(token) <= longest else token[: longest - 1] + "…"
 
 
 def label_axis(axis: Any, labels: Sequence[str] | None, count: int, what: str) -> None:
-    """Label the ticks of an axis with tokens, or with positions, as many as fit."""
+    """Label as many ticks of an axis as fit with tokens, or positions; errors name ``what``."""
     check_labels(labels, count, what)
-    ticks = range(0, count, -(-count // _MOST_LABELS))
+    ticks = range(0, count, -(-count // _MAX_LABELS))
     words = None if labels is None else as_words(labels).labels
-    names = [str(i) if words is None else shown(cut(words[i])) for i in ticks]
-    size = max(4.0, min(8.0, 260 / len(ticks)))
+    names = [str(i) if words is None else plot_label(truncate(words[i])) for i in ticks]
+    size = max(4.0, min(8.0, 260 / len(ticks)))  # in points, smaller for more labels
     axis.set_ticks(list(ticks), names, fontsize=size, fontfamily=list(FAMILIES))
     if axis.axis_name == "x":
         axis.set_tick_params(rotation=90)
 
 
-def _name(character: str) -> str:
+def _escape(character: str) -> str:
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
-def _glyphs() -> frozenset[int]:
+def _drawable() -> frozenset[int]:
+    """Return the code points that the label fonts can draw, from a cache."""
     from matplotlib import rcParams
 
     return _glyphs_of(tuple(rcParams["font.monospace"]), tuple(rcParams["font.sans-serif"]))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..errors import InputError
-from .figure import by_name, line_style, new_figure, numbers
-from .labels import shown
+from .figure import by_name, finite_numbers, line_style, new_figure
+from .labels import plot_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,30 +45,32 @@ def plot_layers(
         >>> axis.lines[0].get_ydata().tolist()
         [0.25, 0.75]
     """
-    named = by_name(profiles, "profiles")
+    profiles_by_name = by_name(profiles, "profiles")
     figure, axis = new_figure(6.4, 3.6)
-    for i, (name, values) in enumerate(named.items()):
-        heights = numbers(values, "profiles")
+    for i, (name, values) in enumerate(profiles_by_name.items()):
+        heights = finite_numbers(values, "profiles")
         if heights.dim() != 1:
             raise InputError(
                 f"profile {name!r} has shape {tuple(heights.shape)}. Pass one number per layer."
             )
-        axis.plot(heights.numpy(), marker="o", markersize=4, label=shown(name), **line_style(i))
+        axis.plot(
+            heights.numpy(), marker="o", markersize=4, label=plot_label(name), **line_style(i)
+        )
     if logarithmic:
         axis.set_yscale("log")
     else:
         axis.axhline(0, color="0.6", linewidth=0.8, zorder=0)
     axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.set(xlabel="layer", ylabel=shown(quantity))
-    finish(figure, axis, [*named], title)
+    axis.set(xlabel="layer", ylabel=plot_label(quantity))
+    finish_line_plot(figure, axis, [*profiles_by_name], title)
     return figure, axis
 
 
-def finish(figure: Figure, axis: Any, names: Sequence[str], title: str | None) -> None:
+def finish_line_plot(figure: Figure, axis: Any, names: Sequence[str], title: str | None) -> None:
     """Add grid, legend and heading to a picture of lines."""
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
     if any(names):
         figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     if title:
-        axis.set_title(shown(title), size=10, loc="left")
+        axis.set_title(plot_label(title), size=10, loc="left")

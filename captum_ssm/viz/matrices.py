@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..errors import InputError, OptionError
-from .figure import SEQUENTIAL, check_labels, min_max, new_figure, numbers, scale
-from .labels import label_axis, shown
+from .figure import SEQUENTIAL, check_labels, color_scale, finite_numbers, min_max, new_figure
+from .labels import label_axis, plot_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,35 +59,37 @@ def plot_matrices(
     check_labels(names, len(squares), "titles")
     if columns is not None and columns < 1:
         raise OptionError(f"columns={columns} is below 1. Pass an integer of at least 1, or None.")
-    wide = len(squares) if columns is None else columns
+    per_row = len(squares) if columns is None else columns
     side = min(9.0, 2.6 + 0.13 * max(map(len, squares)))
-    wide, high = min(wide, len(squares)), -(-len(squares) // wide)
-    figure, grid = new_figure(side * wide, side * high, nrows=high, ncols=wide, squeeze=False)
+    per_row, rows = min(per_row, len(squares)), -(-len(squares) // per_row)
+    figure, grid = new_figure(side * per_row, side * rows, nrows=rows, ncols=per_row, squeeze=False)
     axes = grid.flatten()
     for axis, square, name in zip(axes, squares, names, strict=False):
-        image = _draw(axis, square, absolute)
+        image = _draw_matrix(axis, square, absolute)
         figure.colorbar(image, ax=axis, shrink=0.7)
-        axis.set_title(shown(name), size=10)
+        axis.set_title(plot_label(name), size=10)
         label_axis(axis.xaxis, tokens, len(square), "tokens")
         label_axis(axis.yaxis, tokens, len(square), "tokens")
     for axis in axes[len(squares) :]:
         axis.remove()
-    for place, axis in enumerate(axes[: len(squares)]):
-        axis.set_xlabel("source token" if place + wide >= len(squares) else "")
-        axis.set_ylabel("receiving token" if place % wide == 0 else "")
+    for i, axis in enumerate(axes[: len(squares)]):
+        axis.set_xlabel("source token" if i + per_row >= len(squares) else "")
+        axis.set_ylabel("receiving token" if i % per_row == 0 else "")
     if title:
-        figure.suptitle(shown(title), x=0.01, ha="left", size=11)
+        figure.suptitle(plot_label(title), x=0.01, ha="left", size=11)
     return figure, axes[: len(squares)]
 
 
-def _draw(axis: Any, square: Tensor, absolute: bool) -> Any:
-    color_map, low, high = (SEQUENTIAL, 0.0, 1.0) if absolute else scale(square)
-    drawn = min_max(square) if absolute else square
-    return axis.imshow(drawn.numpy(), cmap=color_map, vmin=low, vmax=high)
+def _draw_matrix(axis: Any, square: Tensor, absolute: bool) -> Any:
+    """Draw a matrix in colors, and return matplotlib's image, from which a color bar is made."""
+    color_map, low, high = (SEQUENTIAL, 0.0, 1.0) if absolute else color_scale(square)
+    values = min_max(square) if absolute else square
+    return axis.imshow(values.numpy(), cmap=color_map, vmin=low, vmax=high)
 
 
 def _square(matrix: Tensor) -> Tensor:
-    square = numbers(matrix, "matrices")
+    """Check a matrix (L, L) or (1, L, L), and return it as (L, L) in float64."""
+    square = finite_numbers(matrix, "matrices")
     square = square[0] if square.dim() == 3 and len(square) == 1 else square
     if square.dim() != 2 or square.shape[0] != square.shape[1]:
         raise InputError(

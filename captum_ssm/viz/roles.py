@@ -10,15 +10,15 @@ from torch import Tensor
 
 from ..errors import InputError
 from .figure import new_figure
-from .labels import FAMILIES, as_words, cut, shown, width
-from .text import CELL, LINE, PAD, of_tokens, wrap
+from .labels import FAMILIES, as_words, plot_label, truncate, width
+from .text import CELL, LINE, PAD, scores_per_token, wrap_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: Color and hatch of each role: distinct for the common kinds of color vision, and in print
 #: without colors.
-_LOOKS = {
+_STYLES = {
     "content": ("#0072b2", ""),
     "key": ("#e69f00", "////"),
     "query": ("#009e73", "...."),
@@ -26,13 +26,13 @@ _LOOKS = {
     "step": ("#f0e442", "xxxx"),
 }
 #: The color and hatch of a role without an entry in the table above.
-_OTHER = ("#999999", "")
+_OTHER_STYLE = ("#999999", "")
 #: Height in inches of the bars above a line of text.
-_HIGH = 1.5
+_BARS_HEIGHT = 1.5
 #: A bar's width in characters of the text.
-_WIDE = 2.4
+_BAR_WIDTH = 2.4
 #: A role's name is written beside its largest bar if the bar is at least this share of the scale.
-_NAMED = 0.08
+_NAMED_SHARE = 0.08
 
 
 def plot_roles(
@@ -77,50 +77,50 @@ def plot_roles(
             "per token, such as LatimFlow(model).decompose(...).roles."
         )
     words = as_words(tokens)
-    names = [cut(label, LINE // 2) for label in words.labels]
-    scores = {role: of_tokens(found, "role", role, names) for role, found in roles.items()}
+    names = [truncate(label, LINE // 2) for label in words.labels]
+    scores = {role: scores_per_token(values, "role", role, names) for role, values in roles.items()}
     cells = [max(width(name), 3) for name in names]
-    places, lines = wrap(cells, words)
-    middles = [column + wide / 2 for (_, column), wide in zip(places, cells, strict=True)]
-    by_line = [[i for i, place in enumerate(places) if place[0] == k] for k in range(lines)]
-    size = (LINE * CELL[0] + 0.9, (_HIGH + 0.3) * lines + 0.4 + 0.3 * bool(title))
+    positions, lines = wrap_words(cells, words)
+    middles = [column + cell / 2 for (_, column), cell in zip(positions, cells, strict=True)]
+    by_line = [[i for i, place in enumerate(positions) if place[0] == k] for k in range(lines)]
+    size = (LINE * CELL[0] + 0.9, (_BARS_HEIGHT + 0.3) * lines + 0.4 + 0.3 * bool(title))
     figure, axes = new_figure(*size, nrows=lines, squeeze=False)
-    for axis, here in zip(axes[:, 0], by_line, strict=True):
-        _set(axis, [middles[i] for i in here], [names[i] for i in here])
-        for i, label in zip(here, axis.get_xticklabels(), strict=True):
+    for axis, shown in zip(axes[:, 0], by_line, strict=True):
+        _label_words(axis, [middles[i] for i in shown], [names[i] for i in shown])
+        for i, label in zip(shown, axis.get_xticklabels(), strict=True):
             if i in marked:
                 label.set_bbox({"edgecolor": "black", "facecolor": "none", "pad": 1.5})
     above, below = torch.zeros(len(names)).double(), torch.zeros(len(names)).double()
-    bars: dict[str, list[tuple[float, float]]] = {}
-    for role, parts in scores.items():
-        starts = torch.where(parts < 0, below, above)
-        bars[role] = list(zip(starts.tolist(), parts.tolist(), strict=True))
-        above, below = above + parts.clamp(min=0), below + parts.clamp(max=0)
+    bars: dict[str, list[tuple[float, float]]] = {}  # by role: each token's (bottom, height)
+    for role, values in scores.items():
+        bottoms = torch.where(values < 0, below, above)
+        bars[role] = list(zip(bottoms.tolist(), values.tolist(), strict=True))
+        above, below = above + values.clamp(min=0), below + values.clamp(max=0)
     high, low = float(above.max()), float(below.min())
-    room = 0.1 * (high - low or 1.0)
+    margin = 0.1 * (high - low or 1.0)
     halo = [withStroke(linewidth=3, foreground="white")]
     for role, stacked in bars.items():
-        best = max(range(len(names)), key=lambda i: stacked[i][1])
-        if stacked[best][1] <= _NAMED * (high - low):
-            best = -1
-        for axis, here in zip(axes[:, 0], by_line, strict=True):
-            _stack(axis, role, [middles[i] for i in here], [stacked[i] for i in here])
-            if best in here:
-                start, part = stacked[best]
-                spot = middles[best] + _WIDE / 2 + 0.3, start + part / 2
-                axis.text(*spot, shown(role), va="center", fontsize=8.5, path_effects=halo)
-            axis.set_ylim(low - room, high + room)
-    _explain(figure, scores)
+        largest = max(range(len(names)), key=lambda i: stacked[i][1])
+        if stacked[largest][1] <= _NAMED_SHARE * (high - low):
+            largest = -1  # no bar is large enough for the role's name
+        for axis, shown in zip(axes[:, 0], by_line, strict=True):
+            _draw_bars(axis, role, [middles[i] for i in shown], [stacked[i] for i in shown])
+            if largest in shown:
+                bottom, height = stacked[largest]
+                place = middles[largest] + _BAR_WIDTH / 2 + 0.3, bottom + height / 2
+                axis.text(*place, plot_label(role), va="center", fontsize=8.5, path_effects=halo)
+            axis.set_ylim(low - margin, high + margin)
+    _add_legend(figure, scores)
     if title:
-        figure.suptitle(shown(title), x=0.01, ha="left", size=11)
+        figure.suptitle(plot_label(title), x=0.01, ha="left", size=11)
     return figure, axes[:, 0]
 
 
-def _set(axis: Any, middles: Sequence[float], names: Sequence[str]) -> None:
-    """Label the ticks of an axis with words."""
+def _label_words(axis: Any, middles: Sequence[float], names: Sequence[str]) -> None:
+    """Label an axis' ticks with words, and draw a line at 0."""
     axis.set_xlim(PAD - 1, LINE + PAD)
     axis.axhline(0, color="black", linewidth=0.8)
-    axis.set_xticks(middles, map(shown, names), family=list(FAMILIES), fontsize=8.5)
+    axis.set_xticks(middles, map(plot_label, names), family=list(FAMILIES), fontsize=8.5)
     axis.tick_params(axis="x", length=0)
     axis.tick_params(axis="y", labelsize=7)
     axis.grid(axis="y", alpha=0.3)
@@ -128,20 +128,21 @@ def _set(axis: Any, middles: Sequence[float], names: Sequence[str]) -> None:
     axis.spines[["top", "right", "bottom"]].set_visible(False)
 
 
-def _stack(
-    axis: Any, role: str, middles: Sequence[float], stacked: Sequence[tuple[float, float]]
+def _draw_bars(
+    axis: Any, role: str, middles: Sequence[float], bars: Sequence[tuple[float, float]]
 ) -> None:
-    """Draw the bars of one role on top of the bars below."""
-    color, hatch = _LOOKS.get(role, _OTHER)
-    starts, parts = zip(*stacked, strict=True)
-    looks = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
-    axis.bar(middles, parts, _WIDE, starts, **looks)
+    """Draw the bars of one role, each given as (bottom, height)."""
+    color, hatch = _STYLES.get(role, _OTHER_STYLE)
+    bottoms, heights = zip(*bars, strict=True)
+    style = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+    axis.bar(middles, heights, _BAR_WIDTH, bottoms, **style)
 
 
-def _explain(figure: Figure, roles: Mapping[str, Any]) -> None:
+def _add_legend(figure: Figure, roles: Mapping[str, Any]) -> None:
+    """Add a legend with the color and hatch of each role."""
     from matplotlib.patches import Patch
 
-    looks = [_LOOKS.get(role, _OTHER) for role in roles]
-    made = [Patch(facecolor=c, hatch=h, edgecolor="white", lw=0) for c, h in looks]
-    names = [shown(role) for role in roles]
-    figure.legend(made, names, loc="outside lower left", ncols=len(names), fontsize=8)
+    styles = [_STYLES.get(role, _OTHER_STYLE) for role in roles]
+    patches = [Patch(facecolor=c, hatch=h, edgecolor="white", lw=0) for c, h in styles]
+    names = [plot_label(role) for role in roles]
+    figure.legend(patches, names, loc="outside lower left", ncols=len(names), fontsize=8)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..errors import InputError
-from .figure import new_figure, numbers, scale
-from .labels import heading, label_axis
+from .figure import color_scale, finite_numbers, new_figure
+from .labels import label_axis, plot_heading
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,29 +60,30 @@ def plot_contributions(
         >>> axis.get_xlabel(), axis.get_ylabel()
         ('source', 'explained')
     """
-    found = numbers(contributions, "contributions")
-    if found.dim() != 2:
+    matrix = finite_numbers(contributions, "contributions")
+    if matrix.dim() != 2:
         raise InputError(
-            f"contributions of shape {tuple(found.shape)} cannot be drawn. Pass (targets, sources)."
+            f"contributions of shape {tuple(matrix.shape)} cannot be drawn. Pass (targets, "
+            "sources)."
         )
-    rows, columns = found.shape
+    rows, columns = matrix.shape
     size = (min(14.0, 2.6 + 0.32 * columns), min(12.0, 1.9 + 0.28 * rows))
     figure, axis = new_figure(*size)
-    color_map, low, high = scale(found)
-    image = axis.imshow(found.numpy(), cmap=color_map, vmin=low, vmax=high, aspect="auto")
+    color_map, low, high = color_scale(matrix)
+    image = axis.imshow(matrix.numpy(), cmap=color_map, vmin=low, vmax=high, aspect="auto")
     figure.colorbar(image, ax=axis, shrink=0.8)
     label_axis(axis.xaxis, sources, columns, "sources")
     label_axis(axis.yaxis, targets, rows, "targets")
-    axis.set(xlabel=heading(xlabel), ylabel=heading(ylabel))
-    axis.set_title(heading(title), size=10, loc="left")
-    if found.numel() <= _MOST_NUMBERS if values is None else values:
-        _write(axis, found, high)
+    axis.set(xlabel=plot_heading(xlabel), ylabel=plot_heading(ylabel))
+    axis.set_title(plot_heading(title), size=10, loc="left")
+    if matrix.numel() <= _MOST_NUMBERS if values is None else values:
+        _write_numbers(axis, matrix, high)
     return figure, axis
 
 
-def _write(axis: Any, found: Tensor, largest: float) -> None:
-    """Write the contributions into the cells of the heat map, in white on dark cells."""
-    for row, line in enumerate(found.tolist()):
+def _write_numbers(axis: Any, matrix: Tensor, largest: float) -> None:
+    """Write the contributions into cells, in white on cells close to the ``largest`` value."""
+    for row, line in enumerate(matrix.tolist()):
         for column, value in enumerate(line):
             color = "white" if abs(value) > 0.6 * largest else "black"
             text = f"{value:.2g}"

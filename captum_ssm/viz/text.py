@@ -15,13 +15,13 @@ from .figure import (
     DIVERGING,
     SEQUENTIAL,
     by_name,
+    color_scale,
     explain_colors,
+    finite_numbers,
     new_figure,
-    numbers,
-    scale,
     strongest,
 )
-from .labels import FAMILIES, Words, as_words, cut, shown, widths
+from .labels import FAMILIES, Words, as_words, plot_label, truncate, widths
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +32,7 @@ CELL = (0.098, 0.32)
 #: Character cells around a word in its box, and between the boxes of two words.
 PAD, GAP = 0.4, 0.4
 #: With ``asking``, relevance below this share of the query token's entry stays pale.
-_NOTHING = 1e-3
+_NEGLIGIBLE = 1e-3
 
 
 def plot_text(
@@ -75,73 +75,81 @@ def plot_text(
         tokens, relevance = relevance, tokens
     rows = by_name(relevance, "relevance")
     words = as_words(tokens)
-    names = [cut(label, LINE // 2) for label in words.labels]
+    names = [truncate(label, LINE // 2) for label in words.labels]
     joined = set(words.joined)
     cells = widths(names, joined)
-    places, lines = wrap(cells, words)
-    high = (lines * CELL[1] + 0.42) * len(rows) + (0.4 if title else 0)
-    figure, axes = new_figure(LINE * CELL[0] + 0.4, high, nrows=len(rows), squeeze=False)
-    found = {name: of_tokens(values, "relevance", name, names) for name, values in rows.items()}
-    named = {name: shown(name) for name in found}
-    ends = {name: scores.clone() for name, scores in found.items()}
-    for name, scores in found.items():
+    positions, lines = wrap_words(cells, words)
+    height = (lines * CELL[1] + 0.42) * len(rows) + (0.4 if title else 0)
+    figure, axes = new_figure(LINE * CELL[0] + 0.4, height, nrows=len(rows), squeeze=False)
+    named_scores = {k: scores_per_token(v, "relevance", k, names) for k, v in rows.items()}
+    headings = {name: plot_label(name) for name in named_scores}
+    for_scale = {name: scores.clone() for name, scores in named_scores.items()}
+    for name, scores in named_scores.items():
         if asking is not None and holds_identity(name):
             entry = float(scores[asking])
-            named[name] += f", without query token “{names[asking]}” ({entry:.3g})"
+            headings[name] += f", without query token “{names[asking]}” ({entry:.3g})"
             scores[asking] = 0.0
-            if float(scores.abs().max()) > _NOTHING * abs(entry):
-                ends[name] = scores
-    together = scale(torch.cat(list(ends.values()))) if one_scale else None
-    limits = [together or scale(scores) for scores in ends.values()]
-    signed = [each for each, _, _ in limits if each == DIVERGING]
+            # else the entry sets the scale, on which rounding errors of other tokens are pale
+            if float(scores.abs().max()) > _NEGLIGIBLE * abs(entry):
+                for_scale[name] = scores
+    shared_scale = color_scale(torch.cat(list(for_scale.values()))) if one_scale else None
+    scales = [shared_scale or color_scale(scores) for scores in for_scale.values()]
+    signed = [color_map for color_map, _, _ in scales if color_map == DIVERGING]
     explain_colors(figure, signed[0] if signed else SEQUENTIAL)
-    for axis, own, (name, scores) in zip(axes[:, 0], limits, found.items(), strict=True):
-        _draw(axis, names, cells, places, joined, scores, own, set(marked))
+    for axis, limits, (name, scores) in zip(axes[:, 0], scales, named_scores.items(), strict=True):
+        _draw_tokens(axis, names, cells, positions, joined, scores, limits, set(marked))
         axis.set(xlim=(0, LINE), ylim=(lines, 0))
-        heading = f"{named[name]}   (strongest: {strongest(scores):.3g})"
+        heading = f"{headings[name]}   (strongest: {strongest(scores):.3g})"
         axis.set_title(heading if name else "", loc="left", size=9)
         axis.axis("off")
     if title:
-        figure.suptitle(shown(title), x=0.01, ha="left", size=11)
+        figure.suptitle(plot_label(title), x=0.01, ha="left", size=11)
     return figure, axes[:, 0]
 
 
-def of_tokens(values: Any, what: str, name: str, tokens: Sequence[str]) -> Tensor:
-    """Check that there is one number per token, and return the numbers (L,)."""
-    scores = numbers(values, what).flatten().clone()
+def scores_per_token(values: Any, quantity: str, name: str, tokens: Sequence[str]) -> Tensor:
+    """Check that there is one number per token, and return a copy of the numbers (L,).
+
+    In errors, ``quantity`` is the kind of numbers and ``name`` their name.
+    """
+    scores = finite_numbers(values, quantity).flatten().clone()
     if len(scores) != len(tokens):
-        found = f"{what} {name!r} has {len(scores)} numbers for {len(tokens)} tokens"
-        raise InputError(f"{found}. Pass one number per token.")
+        mismatch = f"{quantity} {name!r} has {len(scores)} numbers for {len(tokens)} tokens"
+        raise InputError(f"{mismatch}. Pass one number per token.")
     return scores
 
 
-def _draw(
+def _draw_tokens(
     axis: Any,
     names: Sequence[str],
     cells: Sequence[float],
-    places: Sequence[tuple[int, float]],
+    positions: Sequence[tuple[int, float]],
     joined: Collection[int],
     scores: Tensor,
     limits: tuple[str, float, float],
     marked: Collection[int],
 ) -> None:
+    """Draw each token in a box colored by its score; boxes of one word touch.
+
+    ``cells`` and ``positions`` are the tokens' widths, and (line, column), as in wrap_words().
+    """
     from matplotlib import colormaps
     from matplotlib.patches import Rectangle
 
     color_map, low, high = limits
-    for i, (name, wide, (line, column), score) in enumerate(
-        zip(names, cells, places, scores.tolist(), strict=True)
+    for i, (name, width, (line, column), score) in enumerate(
+        zip(names, cells, positions, scores.tolist(), strict=True)
     ):
         color = colormaps[color_map]((score - low) / (high - low))
-        before, behind = (0 if at in joined else PAD for at in (i, i + 1))
-        corner = column - before, line + 0.08
-        box = Rectangle(corner, before + wide + behind, 0.84, facecolor=color)
+        left, right = (0 if k in joined else PAD for k in (i, i + 1))
+        corner = column - left, line + 0.08
+        box = Rectangle(corner, left + width + right, 0.84, facecolor=color)
         box.set(edgecolor="black" if i in marked else "0.85", linewidth=1.6 if i in marked else 0.5)
         axis.add_patch(box)
         axis.text(
-            column + wide / 2,
+            column + width / 2,
             line + 0.52,
-            shown(name),
+            plot_label(name),
             ha="center",
             va="center",
             fontsize=8.5,
@@ -152,34 +160,35 @@ def _draw(
 
 
 def _is_dark(color: Sequence[float]) -> bool:
+    """Return True if white text is easier to read on a color; the weights are of brightness."""
     return sum(c * w for c, w in zip(color, (0.3, 0.59, 0.11), strict=False)) < 0.45
 
 
-def wrap(cells: Sequence[float], words: Words) -> tuple[list[tuple[int, float]], int]:
-    """Return line and column of the beginning of every label, and the number of lines.
+def wrap_words(cells: Sequence[float], words: Words) -> tuple[list[tuple[int, float]], int]:
+    """Arrange labels in lines; return each label's (line, column), and the number of lines.
 
     Args:
         cells: the width of each label in character cells.
         words: the tokens; tokens of one word share a line if there is room, and lines of the text
             begin new lines.
     """
-    places: list[tuple[int, float]] = []
+    positions: list[tuple[int, float]] = []
     line, column = 0, 0.0
-    for word in _runs(len(cells), words.joined):
-        wanted = 2 * PAD + sum(cells[i] for i in word)
-        if column > 0 and (column + wanted > LINE or word[0] - 1 in words.breaks):
+    for word in _word_ranges(len(cells), words.joined):
+        needed = 2 * PAD + sum(cells[i] for i in word)
+        if column > 0 and (column + needed > LINE or word[0] - 1 in words.breaks):
             line, column = line + 1, 0.0
         column += PAD
         for i in word:
             if column > PAD and column + cells[i] + PAD > LINE:  # a word longer than a line
                 line, column = line + 1, PAD
-            places.append((line, column))
+            positions.append((line, column))
             column += cells[i]
         column += PAD + GAP
-    return places, line + 1
+    return positions, line + 1
 
 
-def _runs(count: int, joined: Collection[int]) -> list[range]:
+def _word_ranges(count: int, joined: Collection[int]) -> list[range]:
     """Return the words as ranges of token positions."""
-    begins = [i for i in range(count) if i == 0 or i not in joined]
-    return [range(*ends) for ends in pairwise([*begins, count])]
+    starts = [i for i in range(count) if i == 0 or i not in joined]
+    return [range(*limits) for limits in pairwise([*starts, count])]

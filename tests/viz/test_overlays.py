@@ -15,7 +15,7 @@ from zoo.small import images, mamba_lm, token_ids, vision
 from captum_ssm import ImplicitAttentionRollout, MambaAttribution
 from captum_ssm.errors import InputError, OptionError
 from captum_ssm.viz import captum_image, captum_text, image_arrays, plot_image
-from captum_ssm.viz.overlay import MANNERS, pixels_of
+from captum_ssm.viz.overlay import MANNERS, pixel_relevance
 
 
 @pytest.mark.slow
@@ -33,7 +33,7 @@ def test_all_manners_of_all_methods() -> None:
     draw(figure)
     for axis, (name, relevance) in zip(axes[0, 1:], maps.items(), strict=True):
         heat = axis.images[0]
-        np.testing.assert_allclose(heat.get_array(), pixels_of(relevance, (24, 18)).numpy())
+        np.testing.assert_allclose(heat.get_array(), pixel_relevance(relevance, (24, 18)).numpy())
         assert heat.get_cmap().name == ("PuOr" if float(relevance.min()) < 0 else "Purples")
         assert axis.get_title().replace("\\", "").startswith(name)
 
@@ -41,8 +41,8 @@ def test_all_manners_of_all_methods() -> None:
 def test_a_grid_is_enlarged_bilinearly_and_channels_are_summed() -> None:
     grid, pixels = torch.randn(3, 4), torch.randn(3, 12, 8, dtype=torch.float64)
     expected = F.interpolate(grid.double()[None, None], size=(12, 8), mode="bilinear")[0, 0]
-    torch.testing.assert_close(pixels_of(grid, (12, 8)), expected, rtol=0, atol=0)
-    torch.testing.assert_close(pixels_of(pixels[None], (12, 8)), pixels.sum(0))
+    torch.testing.assert_close(pixel_relevance(grid, (12, 8)), expected, rtol=0, atol=0)
+    torch.testing.assert_close(pixel_relevance(pixels[None], (12, 8)), pixels.sum(0))
     grid[1, 1] = -9.25  # told is the strongest of the grid, which its enlarged map does not reach
     _, axes = plot_image(torch.rand(3, 12, 12), {"flow": grid})
     assert axes[0, 1].get_title() == "flow\n(strongest: -9.25)"

@@ -24,7 +24,7 @@ from captum_ssm.viz import (
     plot_text,
 )
 from captum_ssm.viz.figure import new_figure
-from captum_ssm.viz.labels import as_words, shown, spelled
+from captum_ssm.viz.labels import as_words, plot_label, visible_text
 
 
 def boxes(axis: object) -> list[Rectangle]:
@@ -230,19 +230,19 @@ SPELLED = {
 def test_whatever_is_spelled_is_seen() -> None:
     some = [chr(c) for c in range(0, sys.maxunicode, 499)]
     for token in (*AWKWARD, *some, *map("".join, zip(some, reversed(some), strict=True))):
-        text = spelled(token)
+        text = visible_text(token)
         assert text.isprintable() and text.strip(" ")
         categories = [unicodedata.category(c) for c in text]
         assert categories[0] not in ("Mn", "Me")
         assert not {"Cc", "Cf", "Cs", "Co", "Cn"} & set(categories)
-    assert {token: spelled(token) for token in SPELLED} == SPELLED
+    assert {token: visible_text(token) for token in SPELLED} == SPELLED
 
 
 def test_what_the_font_lacks_is_named_and_dollars_are_no_mathematics() -> None:
-    assert shown("日") == r"\u65e5"
-    assert shown("\U00013000") == r"\U00013000"
+    assert plot_label("日") == r"\u65e5"
+    assert plot_label("\U00013000") == r"\U00013000"
     _, axis = new_figure(2, 2)
-    text = axis.text(0, 0, shown("$x_1$"))
+    text = axis.text(0, 0, plot_label("$x_1$"))
     assert text._preprocess_math(text.get_text()) == ("$x_1$", False)
 
 

@@ -18,9 +18,9 @@ from ...attr.comparison import Comparison, Method, Named
 from ...attr.text.spans import split_pieces
 from ...attr.text.tokens import Tokens
 from ...errors import InputError
-from ..figure import numbers
-from ..labels import as_words, direction_of, shards, spelled
-from ..overlay import picture_of
+from ..figure import finite_numbers
+from ..labels import as_words, direction_of, visible_text, word_continuations
+from ..overlay import rgb_image
 from .answers import Answer, answers_of, explains_several, facts_of, moved, packed_size
 from .example import ShownExample, Subject
 from .graph import graph_of
@@ -126,15 +126,15 @@ def explain(
     blocks: dict[str, bytes] = {}
     facts: dict[str, Any] = {
         "name": f"Example {number + 1}",
-        "explained": spelled(known.explained),
-        "predictions": [p._asdict() | {"label": spelled(p.label)} for p in known.predictions],
+        "explained": visible_text(known.explained),
+        "predictions": [p._asdict() | {"label": visible_text(p.label)} for p in known.predictions],
         "asked": known.asked,
         "asking": known.asking,
         "tokens": words.labels,
         "joined": words.joined,
         "marks": words.marks,
         "breaks": words.breaks,
-        "shards": shards(words),
+        "shards": word_continuations(words),
         "sentences": sentences_of(names),
         "direction": direction_of("".join(names)),
         "methods": _methods(found, roles, wanted, known),
@@ -185,7 +185,7 @@ def _parts(
             given = example.inputs, known.target, example.additional or None
             found = decomposition(method, *given, options=options, roles=told)
             sums, by_role = account(found), roles_of(found)
-        accounts[spelled(name)] = sums
+        accounts[visible_text(name)] = sums
         roles[name] = {role: _values(name, x, known) for role, x in by_role.items()}
     return accounts if wanted.accounts else {}, roles, answers
 
@@ -234,7 +234,7 @@ def _methods(
     for (name, relevance), kind in zip(found.items(), wanted.methods.values(), strict=True):
         values = _values(name, relevance, known)
         own = known.asking if holds_identity(kind) else None
-        said: dict[str, Any] = {"name": spelled(name), "values": values, "own": own}
+        said: dict[str, Any] = {"name": visible_text(name), "values": values, "own": own}
         said |= {"silent": is_negligible(values, own), "pixels": _pixels(relevance)}
         chosen = (wanted.options or {}).get(name, {})
         said["contrast"] = _plain(chosen.get("contrast"))
@@ -271,7 +271,7 @@ def _values(name: str, relevance: Tensor, known: Outline) -> list[float | None]:
     """Return relevance as a list, one number per token, and None for tokens without a patch."""
     if relevance.dim() == 4 and known.grid is not None:
         relevance = patch_sums(relevance, known.grid.size)
-    scores = numbers(relevance[0], f"the relevance by {name}")
+    scores = finite_numbers(relevance[0], f"the relevance by {name}")
     if scores.dim() == 2 and known.grid is not None and tuple(scores.shape) == known.grid.size:
         placed: list[float | None] = [None] * len(known.real)
         for token, score in zip(known.grid.tokens.tolist(), scores.flatten().tolist(), strict=True):
@@ -296,7 +296,7 @@ def _image(example: ShownExample, known: Outline) -> dict[str, Any] | None:
     """Return the image as a data URL, with its size and grid of patches; None for a text."""
     if not example.is_image:
         return None
-    picture = picture_of(example.inputs[0])
+    picture = rgb_image(example.inputs[0])
     return {
         "source": f"data:image/png;base64,{in_base64(picture)}",
         "height": picture.shape[0],

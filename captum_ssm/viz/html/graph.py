@@ -14,7 +14,7 @@ from torch import nn
 from ...errors import CaptumSSMError, LayerError
 from ...inside import Graph, attribution_graph
 from ...tracing import find_mixers
-from ..graphs import chosen_nodes
+from ..graphs import nodes_to_draw
 from .example import ShownExample, Subject
 from .outline import Outline
 
@@ -110,7 +110,7 @@ def _drawn(graph: Graph, known: Outline, count: int) -> dict[str, Any]:
     number = {id(node): i for i, node in enumerate(graph.nodes)}
     path = [number[id(node)] for node in graph.path()]
     last = len(graph.nodes) - 1
-    chosen = sorted({*chosen_nodes(graph, count), *path})
+    chosen = sorted({*nodes_to_draw(graph, count), *path})
     links = _strongest(graph, chosen, path, count)
     chosen = sorted({last, *(end for link in links for end in link[:2])})
     added = graph.edges.sum(0).tolist()

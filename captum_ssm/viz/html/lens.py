@@ -19,7 +19,7 @@ from ...errors import OptionError
 from ...linear.blocks import in_place_of, lists_of_blocks
 from ...tracing import find_mixers
 from ...tracing.hooks import swapped, tensors_in
-from ..labels import spelled
+from ..labels import visible_text
 from .example import ShownExample, Subject
 from .outline import Outline, label_of
 
@@ -91,7 +91,7 @@ def _said(
     best = int(chances.argmax())
     return {
         "name": name,
-        "best": spelled(label_of(subject, best, output)),
+        "best": visible_text(label_of(subject, best, output)),
         "chance": float(chances[best]),
         "explained": float(chances[asked]),
     }

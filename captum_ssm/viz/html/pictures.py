@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ..figure import scale
+from ..figure import color_scale
 
 #: The share of pixels beyond the end of the color scale, so a few extremes do not make the others
 #: pale.
@@ -94,7 +94,7 @@ def heat(relevance: Tensor) -> str:
     known = summed.isfinite()
     values = torch.where(known, summed, 0.0)
     end = _end_of_scale(values)
-    colors, low, high = scale(values.clamp(-end, end))
+    colors, low, high = color_scale(values.clamp(-end, end))
     shares = (values.clamp(low, high) - low) / (high - low)
     pixels = torch.from_numpy(colormaps[colors](shares.numpy())[..., :3])
     return in_base64(torch.where(known[..., None], pixels, _NO_NUMBER))

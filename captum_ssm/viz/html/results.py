@@ -17,7 +17,7 @@ from ...attr.engine.result import Names, Result
 from ...attr.vectors.logit import LogitContributions
 from ...inside import Graph
 from ..graphs import plot_graph
-from ..labels import as_words, direction_of, spelled
+from ..labels import as_words, direction_of, visible_text
 from .generated import answers_page
 from .page import framed, short, whole_page
 from .parts import is_negligible
@@ -77,7 +77,7 @@ def _of_comparison(found: Comparison) -> Iterator[dict[str, Any]]:
     for number in range(len(next(iter(found.values()), ()))):
         facts = _nothing_yet()
         for name, relevance in found.items():
-            _place(facts, spelled(name), relevance[number], found.names, holds_identity(name))
+            _place(facts, visible_text(name), relevance[number], found.names, holds_identity(name))
             if name in found.sums:
                 (facts["rows"] or facts["maps"])[-1]["sum"] = found.sums[name][number].facts
         yield facts
@@ -101,7 +101,7 @@ def _of_decomposition(found: Decomposition | LogitContributions) -> Iterator[dic
         sums = [[name, short(float(x))] for name, x in parts.items() if name in told or bool(x)]
         facts["sum"] = {"parts": sums, "output": short(float(found.output[number]))}
         ordered = sorted(found.biases.items(), key=lambda item: -abs(float(item[1][number])))
-        facts["biases"] = [[spelled(n), short(float(x[number]))] for n, x in ordered[:_LISTED]]
+        facts["biases"] = [[visible_text(n), short(float(x[number]))] for n, x in ordered[:_LISTED]]
         facts["layers"] = list(_layers(found, number))
         for row in facts["rows"]:  # of one unit, so that roles compare
             row["scale"] = max(_largest(each["values"]) for each in facts["rows"])

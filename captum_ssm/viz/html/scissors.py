@@ -19,7 +19,7 @@ from ...edges.effects import Edge
 from ...edges.truth import Interventions
 from ...errors import CaptumSSMError
 from ...tracing import find_mixers
-from ..labels import spelled
+from ..labels import visible_text
 from .example import ShownExample, Subject
 from .outline import Outline, label_of
 from .page import short
@@ -105,7 +105,9 @@ class _CutRuns:
     def __init__(self, subject: Subject, known: Outline, run: Interventions) -> None:
         self.subject, self.known, self.run = subject, known, run
         #: Names of classes, the explained class first, and the index of each class in the list.
-        self.labels = [spelled(known.predictions[known.asked].label)] if known.predictions else []
+        self.labels = (
+            [visible_text(known.predictions[known.asked].label)] if known.predictions else []
+        )
         self._places: dict[int, int] = {}
         self.classes, self.entries = 0, 1
 
@@ -138,7 +140,7 @@ class _CutRuns:
         """Return the index of class ``k`` in ``labels``, to which new classes are added."""
         if k not in self._places:
             self._places[k] = len(self.labels)
-            self.labels.append(spelled(label_of(self.subject, k, output)))
+            self.labels.append(visible_text(label_of(self.subject, k, output)))
         return self._places[k]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..._files import replacing, write_whole
 from ...errors import OptionError
-from ..labels import PARTS
+from ..labels import SUBSCRIPTS
 from ..overlay import plot_image
 from ..roles import plot_roles
 from ..text import plot_text
@@ -180,7 +180,7 @@ def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5)
     def first(scores: Tensor, count: int) -> str:
         names, sums = list(facts["tokens"]), scores.clone()
         for i in reversed(facts["shards"]):
-            names[i - 1] += names[i].lstrip(PARTS)
+            names[i - 1] += names[i].lstrip(SUBSCRIPTS)
             sums[i - 1 : i + 1] = torch.tensor([sums[i - 1] + sums[i], 0.0])
         best = sums.abs().topk(min(count, len(sums))).indices.tolist()
         best = [i for i in best if i != method["own"] and sums[i]]
