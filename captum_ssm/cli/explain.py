@@ -344,13 +344,13 @@ def _explain_answers(options: argparse.Namespace) -> None:
 
 def _print_summary(explanations: list[Explanation]) -> None:
     """Print the explained output, and the most relevant tokens by each method."""
-    from ..viz.html.writing import largest
+    from ..viz.html.writing import summary_lines
 
     escape_unprintable()
     for explanation in explanations:
         print(f"Explained: {explanation.facts['explained']}. Most relevant tokens:")
         for method in explanation.facts["methods"]:
-            print(largest(explanation.facts, method))
+            print(summary_lines(explanation.facts, method))
 
 
 def escape_unprintable() -> None:

@@ -35,5 +35,5 @@ def flow_of(model: Any, ids: Tensor, target: Any, additional: tuple[Any, ...]) -
     graph = graph_of(subject, example, outlined, _FOLLOWED)
     for node in graph["nodes"]:
         if node["position"] is not None:
-            node["position"] = outlined.real[node["position"]]
+            node["position"] = outlined.unpadded[node["position"]]
     return Flow(outlined.layers[0].tokens, graph)

@@ -21,7 +21,7 @@ from captum_ssm import ImplicitAttentionRollout, LatimFlow, MambaAttribution, re
 from captum_ssm.attr import Comparison
 from captum_ssm.insights import AttributionVisualizer, Batch, FilterConfig, TextFeature
 from captum_ssm.viz import Tokens
-from captum_ssm.viz.html.writing import largest
+from captum_ssm.viz.html.writing import summary_lines
 
 
 def write(kind: str, path: Path) -> None:
@@ -72,7 +72,7 @@ def test_tokens_of_a_word_touch_each_other(
         assert found == pytest.approx(
             {name: sum(x) for name, x in words.items()}, rel=1e-2, abs=1e-6
         )
-        said = largest(example, example["methods"][0])
+        said = summary_lines(example, example["methods"][0])
         assert all(f"{name} ({sum(x):+.3g}, token" in said for name, x in words.items())
 
 

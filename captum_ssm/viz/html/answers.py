@@ -1,4 +1,4 @@
-"""Compute relevance for each likely prediction, so a page can switch between them.
+"""Compute relevance for each likely prediction (answer), so a page can switch between them.
 
 Relevance is linear in the explained number, so the page subtracts the relevance of two predictions
 to explain one prediction rather than another. Shapes: L tokens, N layers.
@@ -24,12 +24,12 @@ from .parts import Account, account, options_of_parts, roles_of
 #: The 16-bit integer that encodes the largest absolute value of a row.
 _STEPS = 2**15 - 1
 #: Estimated size in bytes of one token's values and roles (six lists) in JSON.
-_WRITTEN = 40
+_TOKEN_BYTES = 40
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
-    """A method's explanation of one prediction.
+class AnswerRelevance:
+    """A method's relevance for one prediction.
 
     Attributes:
         tokens: the relevance of tokens (1, L), or of a grid of patches.
@@ -51,80 +51,84 @@ def explains_several(method: Any, options: Mapping[str, Any]) -> bool:
     return issubclass(kind, LatimFlow) and options.get("contrast") is None
 
 
-def answers_of(
+def relevance_by_answer(
     method: LatimFlow,
     subject: Subject,
     example: ShownExample,
-    known: Outline,
+    outline: Outline,
     *,
     options: Mapping[str, Any],
     roles: bool,
-) -> list[Answer]:
-    """Explain each of ``known.targets`` with one forward run, with or without roles."""
+) -> list[AnswerRelevance]:
+    """Explain each of ``outline.targets``; one forward run serves all, with or without roles."""
     grid = PatchGrid(subject.module) if example.is_image else None
     with nullcontext() if grid is None else grid.watch():
-        found = method.decompose_each(
+        decompositions = method.decompose_each(
             example.inputs,
-            known.targets,
+            outline.targets,
             example.additional or None,
             roles=roles,
             **options_of_parts(options),
         )
     return [
-        Answer(
-            each.tokens if grid is None else grid.sums(each.inputs),
-            roles_of(each),
-            account(each),
-            _streams(each, known),
+        AnswerRelevance(
+            parts.tokens if grid is None else grid.sums(parts.inputs),
+            roles_of(parts),
+            account(parts),
+            _streams(parts, outline),
         )
-        for each in found
+        for parts in decompositions
     ]
 
 
-def _streams(found: Decomposition, known: Outline) -> Tensor | None:
+def _streams(parts: Decomposition, outline: Outline) -> Tensor | None:
     """Return the relevance of each layer's input (N, L); None if layers differ in tokens."""
-    tokens = {layer.tokens for layer in known.layers} | {x.shape[-1] for x in found.streams}
-    if len(tokens) > 1 or len(found.streams) != len(known.layers):
+    tokens = {layer.tokens for layer in outline.layers} | {x.shape[-1] for x in parts.streams}
+    if len(tokens) > 1 or len(parts.streams) != len(outline.layers):
         return None
-    return torch.stack([x[0] for x in found.streams]).detach().cpu().double()[:, known.real]
+    return torch.stack([x[0] for x in parts.streams]).detach().cpu().double()[:, outline.unpadded]
 
 
-def moved(streams: Tensor | None, asking: int | None) -> list[float] | None:
+def moved_by_layer(streams: Tensor | None, query: int | None) -> list[float] | None:
     """Return the relevance that each layer moves between tokens; None without ``streams``."""
     if streams is None:
         return None
-    leaving = torch.zeros_like(streams[-1])
-    if asking is None:
-        leaving = streams[-1]
+    # after the last layer, all relevance is at the query; without one, the last layer counts as 0
+    final = torch.zeros_like(streams[-1])
+    if query is None:
+        final = streams[-1]
     else:
-        leaving[asking] = streams[-1].sum()
-    found: list[float] = (torch.cat([streams[1:], leaving[None]]) - streams).abs().sum(1).tolist()
-    return found
+        final[query] = streams[-1].sum()
+    moved: list[float] = (torch.cat([streams[1:], final[None]]) - streams).abs().sum(1).tolist()
+    return moved
 
 
-def packed(streams: Tensor) -> bytes:
+def pack_rows(streams: Tensor) -> bytes:
     """Pack relevance (N, L): each layer's absolute maximum as float32, and int16 shares of it."""
     scales = streams.abs().amax(-1, keepdim=True)
     steps = (streams / scales.where(scales > 0, 1.0) * _STEPS).round()
     return scales.numpy().astype("<f4").tobytes() + steps.numpy().astype("<i2").tobytes()
 
 
-def packed_size(known: Outline) -> int:
+def estimated_bytes(outline: Outline) -> int:
     """Estimate the bytes that one method's relevance by layer, token and role takes in a page."""
-    layers, tokens = len(known.layers), len(known.real)
-    return len(known.targets) * (layers * (4 + 2 * tokens) + _WRITTEN * tokens)
+    layers, tokens = len(outline.layers), len(outline.unpadded)
+    return len(outline.targets) * (layers * (4 + 2 * tokens) + _TOKEN_BYTES * tokens)
 
 
-def facts_of(
-    answers: Sequence[Answer], values: Callable[[Tensor], list[float | None]], name: str
+def answer_facts(
+    answers: Sequence[AnswerRelevance], values: Callable[[Tensor], list[float | None]], name: str
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """Return a method's answers as JSON values, and the layers' relevance as bytes, by name."""
+    """Return a method's answers as JSON values, and the layers' relevance as bytes by block name.
+
+    ``values`` converts relevance to a list; ``name`` begins the names of blocks.
+    """
     facts, blocks = [], {}
-    for number, answer in enumerate(answers):
-        block = None if answer.streams is None else f"{name}-{number}"
-        if answer.streams is not None and block is not None:
-            blocks[block] = packed(answer.streams)
-        told = {
+    for index, answer in enumerate(answers):
+        block = None if answer.streams is None else f"{name}-{index}"
+        if answer.streams is not None and block is not None:  # the second test is for mypy
+            blocks[block] = pack_rows(answer.streams)
+        json_values = {
             "values": values(answer.tokens),
             "roles": {role: values(x) for role, x in answer.roles.items()},
             "output": answer.account.output,
@@ -132,5 +136,5 @@ def facts_of(
             "references": answer.account.references + answer.account.baselines,
             "streams": block,
         }
-        facts.append(told)
+        facts.append(json_values)
     return facts, blocks

@@ -72,31 +72,32 @@ def read_examples(
     reader = Reader(subject.codec, subject.forward_func, subject.module)
     inputs = [inputs] if is_text(inputs) else inputs
     are_texts = isinstance(inputs, list | tuple) and any(map(is_text, inputs))
-    given = {"target": target, "additional_forward_args": additional_forward_args}
+    arguments = {"target": target, "additional_forward_args": additional_forward_args}
     if are_texts:
-        given["target"] = reader.target(target)
+        arguments["target"] = reader.target(target)
     else:
-        given["inputs"] = inputs
-        reader.convert(given, {})
-        inputs = given["inputs"]
-    target, additional = given["target"], as_tuple(given["additional_forward_args"])
+        arguments["inputs"] = inputs
+        reader.convert(arguments, {})  # converts a tokenizer's output in place
+        inputs = arguments["inputs"]
+    target, additional = arguments["target"], as_tuple(arguments["additional_forward_args"])
     if are_texts or not isinstance(inputs, Tensor | tuple):
         if additional or tokens is not None:
             raise InputError(
                 "inputs contains texts, which the tokenizer converts to tokens. Leave out tokens "
                 "and additional_forward_args, or pass token ids."
             )
-        return list(_texts(reader, inputs, target))
+        return list(_examples_of_texts(reader, inputs, target))
     tensor, _ = single_input(inputs)
     check_batch(tensor, additional)
-    names = _names(tensor, tokens, subject.codec)
+    names_by_example = _token_names(tensor, tokens, subject.codec)
     return [
-        ShownExample(cut(tensor), cut.target(target), tuple(cut(a) for a in additional), named)
-        for cut, named in zip(batch_parts(len(tensor), 1), names, strict=True)
+        ShownExample(part(tensor), part.target(target), tuple(part(x) for x in additional), names)
+        for part, names in zip(batch_parts(len(tensor), 1), names_by_example, strict=True)
     ]
 
 
-def _texts(reader: Reader, texts: Any, target: Any) -> Iterator[ShownExample]:
+def _examples_of_texts(reader: Reader, texts: Any, target: Any) -> Iterator[ShownExample]:
+    """Tokenize texts one by one, without padding; raise InputError if ``texts`` are no texts."""
     if reader.codec is None:
         raise InputError("inputs has texts, but tokenizer=None. Pass the model's tokenizer or ids.")
     if not isinstance(texts, list | tuple) or not all(map(is_text, texts)):
@@ -107,24 +108,27 @@ def _texts(reader: Reader, texts: Any, target: Any) -> Iterator[ShownExample]:
         )
     if not texts:
         raise InputError("inputs is an empty list. Pass at least one text.")
-    for text, cut in zip(texts, batch_parts(len(texts), 1), strict=True):
+    for text, part in zip(texts, batch_parts(len(texts), 1), strict=True):
         ids = reader.inputs(text)
         if not ids.numel():
             raise InputError(f"inputs has the text {text!r} without tokens. Leave it out.")
-        yield ShownExample(ids, cut.target(target), (), Tokens.of(reader.codec, ids[0]))
+        yield ShownExample(ids, part.target(target), (), Tokens.of(reader.codec, ids[0]))
 
 
 def transformed(images: Any, transform: Callable[[Any], Any]) -> Tensor:
-    """Apply the user's transform to one or several images; return (B, C, H, W)."""
-    made = map(transform, images if isinstance(images, list | tuple) else [images])
-    found = (x["pixel_values"][0] if isinstance(x, Mapping) else x for x in made)
-    return torch.stack(list(map(torch.as_tensor, found)))
+    """Apply the user's transform to one or several images; return (B, C, H, W).
+
+    A transform's output is a tensor, or a mapping by an image processor of transformers.
+    """
+    outputs = map(transform, images if isinstance(images, list | tuple) else [images])
+    tensors = (x["pixel_values"][0] if isinstance(x, Mapping) else x for x in outputs)
+    return torch.stack(list(map(torch.as_tensor, tensors)))
 
 
-def _names(
+def _token_names(
     inputs: Tensor, tokens: Names | None, codec: Codec | None
 ) -> Sequence[Sequence[str] | None]:
-    """Return the names of each example's tokens."""
+    """Return the names of each example's tokens; None for an example whose names are unknown."""
     batch = len(inputs)
     if tokens is None:
         if codec is None or inputs.dim() != 2 or inputs.is_floating_point():

@@ -21,7 +21,14 @@ from ...errors import InputError
 from ..figure import finite_numbers
 from ..labels import as_words, direction_of, visible_text, word_continuations
 from ..overlay import rgb_image
-from .answers import Answer, answers_of, explains_several, facts_of, moved, packed_size
+from .answers import (
+    AnswerRelevance,
+    answer_facts,
+    estimated_bytes,
+    explains_several,
+    moved_by_layer,
+    relevance_by_answer,
+)
 from .example import ShownExample, Subject
 from .graph import graph_of
 from .lens import predictions_by_block
@@ -49,8 +56,11 @@ _STEPS = 5
 
 
 @dataclass(frozen=True, eq=False)
-class Wanted:
-    """The options of :func:`explain_all`, and how many entries per row of a matrix are ``kept``."""
+class ReportContents:
+    """The options of :func:`explain_all`, checked and with defaults filled in.
+
+    ``kept`` is the number of entries to keep in each row of a map.
+    """
 
     methods: Named
     options: Mapping[str, Mapping[str, Any]] | None
@@ -87,49 +97,56 @@ class Explanation:
     def page_facts(self) -> dict[str, Any]:
         """The JSON values in ``facts``, rounded to the digits that a page shows."""
         methods = [
-            _shortened(method) | {"answers": [_shortened(answer) for answer in method["answers"]]}
+            _rounded(method) | {"answers": [_rounded(answer) for answer in method["answers"]]}
             for method in self.facts["methods"]
         ]
         return self.facts | {"methods": methods}
 
 
-def explain(
-    subject: Subject, example: ShownExample, known: Outline, wanted: Wanted, number: int
+def explain_example(
+    subject: Subject,
+    example: ShownExample,
+    outline: Outline,
+    contents: ReportContents,
+    number: int,
 ) -> Explanation:
     """Explain one example with all methods, and collect the content of the example's page.
 
-    ``known.asked`` is the index of the explained prediction, ``known.asking`` the query token.
+    ``number`` is the example's index; it makes the names of its data blocks unique in the page.
     """
-    gridded = known.grid is not None
+    has_grid = outline.grid is not None
     with step(0, _STEPS):
-        found = compare(
+        comparison = compare(
             subject.forward_func,
             example.inputs,
-            wanted.methods,
-            known.target,
+            contents.methods,
+            outline.target,
             example.additional or None,
             model=subject.module,
             layers=subject.layers,
-            options=_patch_options(wanted) if gridded else wanted.options,
-            per_token=not gridded,
+            options=_patch_options(contents) if has_grid else contents.options,
+            per_token=not has_grid,
         )
-    names = _names(example, known)
+    names = _token_names(example, outline)
     words = as_words(names)
     with step(1, _STEPS, "other predictions"):
-        accounts, roles, answers = _parts(subject, example, known, wanted, list(found))
+        accounts, roles, answers = _parts(subject, example, outline, contents, list(comparison))
     with step(2, _STEPS, "cuts"):
-        cuts = cuts_of(subject, example, known, wanted.cuts)
+        cuts = cuts_of(subject, example, outline, contents.cuts)
     with step(3, _STEPS, "graph"):
-        each_moves = (moved(each[known.asked].streams, known.asking) for each in answers.values())
-        moves = next(each_moves, None)  # of the first method that has answers
-        graph = graph_of(subject, example, known, wanted.graph, moves)
+        explained = (x[outline.explained_index] for x in answers.values())
+        moves_by_method = (moved_by_layer(x.streams, outline.query) for x in explained)
+        moves = next(moves_by_method, None)  # of the first method that has answers
+        graph = graph_of(subject, example, outline, contents.graph, moves)
     blocks: dict[str, bytes] = {}
     facts: dict[str, Any] = {
         "name": f"Example {number + 1}",
-        "explained": visible_text(known.explained),
-        "predictions": [p._asdict() | {"label": visible_text(p.label)} for p in known.predictions],
-        "asked": known.asked,
-        "asking": known.asking,
+        "explained": visible_text(outline.explained),
+        "predictions": [
+            p._asdict() | {"label": visible_text(p.label)} for p in outline.predictions
+        ],
+        "asked": outline.explained_index,
+        "asking": outline.query,
         "tokens": words.labels,
         "joined": words.joined,
         "marks": words.marks,
@@ -137,80 +154,94 @@ def explain(
         "shards": word_continuations(words),
         "sentences": sentences_of(names),
         "direction": direction_of("".join(names)),
-        "methods": _methods(found, roles, wanted, known),
+        "methods": _method_facts(comparison, roles, contents, outline),
         "start": None if moves is None else moves.index(max(moves)),
-        "image": _image(example, known),
+        "image": _image_facts(example, outline),
         "cuts": cuts,
         "graph": graph,
-        "lens": predictions_by_block(subject, example, known) if wanted.maps else [],
+        "lens": predictions_by_block(subject, example, outline) if contents.maps else [],
         "maps": [],
     }
-    for place, (name, method) in enumerate(zip(found, facts["methods"], strict=True)):
-        values = partial(_values, name, known=known)
-        method["answers"], streams = facts_of(
-            answers.get(name, []), values, f"streams-{number}-{place}"
+    for i, (name, method) in enumerate(zip(comparison, facts["methods"], strict=True)):
+        values = partial(_token_values, name, outline=outline)
+        method["answers"], streams = answer_facts(
+            answers.get(name, []), values, f"streams-{number}-{i}"
         )
         blocks |= streams
-    for kind in wanted.maps:
+    for kind in contents.maps:
         layers = []
         with step(4, _STEPS, "maps"):
-            taken = maps_of(subject, example, known, kind, wanted.shown_layers, wanted.kept)
-            for facts_of_layer, data in taken:
+            indices = contents.shown_layers
+            maps = maps_of(subject, example, outline, kind, indices, contents.kept)
+            for facts_of_layer, data in maps:
                 block = f"map-{number}-{kind}-{facts_of_layer['index']}"
                 blocks[block] = data
                 layers.append(facts_of_layer | {"block": block})
         facts["maps"].append({"name": MAPS[kind], "layers": layers})
-    ids = example.inputs[0, known.real].tolist() if example.inputs.dim() == 2 else None
-    return Explanation(facts, names, ids, known.layers, blocks, accounts)
+    ids = example.inputs[0, outline.unpadded].tolist() if example.inputs.dim() == 2 else None
+    return Explanation(facts, names, ids, outline.layers, blocks, accounts)
 
 
 def _parts(
-    subject: Subject, example: ShownExample, known: Outline, wanted: Wanted, names: Sequence[str]
-) -> tuple[dict[str, Account], dict[str, dict[str, list[float | None]]], dict[str, list[Answer]]]:
-    """Return, by method name, accounts, roles and answers of methods that decompose the output."""
+    subject: Subject,
+    example: ShownExample,
+    outline: Outline,
+    contents: ReportContents,
+    names: Sequence[str],
+) -> tuple[
+    dict[str, Account], dict[str, dict[str, list[float | None]]], dict[str, list[AnswerRelevance]]
+]:
+    """Return accounts, roles and answers of the methods that decompose the output.
+
+    Each is a dict by method name. A method that explains all predictions gives roles and account of
+    the explained one; other methods run again, if their roles or accounts are needed.
+    """
     accounts, roles, answers = {}, {}, {}
-    for name, chosen in zip(names, wanted.methods.values(), strict=True):
-        method: Any = chosen
-        options = dict((wanted.options or {}).get(name, {}))
-        told = tells_roles(method, options, example.inputs)
-        each = wanted.answers and explains_several(method, options)
-        if not (told or each or (wanted.accounts and decomposes(method))):
+    for name, method_or_class in zip(names, contents.methods.values(), strict=True):
+        method: Any = method_or_class
+        options = dict((contents.options or {}).get(name, {}))
+        with_roles = tells_roles(method, options, example.inputs)
+        all_predictions = contents.answers and explains_several(method, options)
+        if not (with_roles or all_predictions or (contents.accounts and decomposes(method))):
             continue
         if isinstance(method, type):
             method = method(subject.forward_func, subject.module, subject.layers)
-        if each:
-            answers[name] = answers_of(method, subject, example, known, options=options, roles=told)
-            sums, by_role = answers[name][known.asked].account, answers[name][known.asked].roles
+        if all_predictions:
+            answers[name] = relevance_by_answer(
+                method, subject, example, outline, options=options, roles=with_roles
+            )
+            explained = answers[name][outline.explained_index]
+            totals, by_role = explained.account, explained.roles
         else:
-            given = example.inputs, known.target, example.additional or None
-            found = decomposition(method, *given, options=options, roles=told)
-            sums, by_role = account(found), roles_of(found)
-        accounts[visible_text(name)] = sums
-        roles[name] = {role: _values(name, x, known) for role, x in by_role.items()}
-    return accounts if wanted.accounts else {}, roles, answers
+            arguments = example.inputs, outline.target, example.additional or None
+            parts = decomposition(method, *arguments, options=options, roles=with_roles)
+            totals, by_role = account(parts), roles_of(parts)
+        accounts[visible_text(name)] = totals
+        roles[name] = {role: _token_values(name, x, outline) for role, x in by_role.items()}
+    return accounts if contents.accounts else {}, roles, answers
 
 
-def streams_size(outlines: Sequence[Outline], methods: Named) -> int:
+def estimated_size(outlines: Sequence[Outline], methods: Named) -> int:
     """Return an upper bound of the bytes that the relevance of layers' inputs takes in a page."""
     count = sum(explains_several(method, {}) for method in methods.values())
-    return count * sum(packed_size(known) for known in outlines)
+    return count * sum(estimated_bytes(outline) for outline in outlines)
 
 
-def _names(example: ShownExample, known: Outline) -> Sequence[str]:
-    """Return the tokens' names, without padding."""
+def _token_names(example: ShownExample, outline: Outline) -> Sequence[str]:
+    """Return the tokens' names without padding; ids or positions if there are no names."""
     if example.is_image:
-        return patch_names(known)
+        return patch_names(outline)
     if example.names is None:
         ids = example.inputs[0].tolist() if example.inputs.dim() == 2 else None
-        return [str(i if ids is None else ids[i]) for i in known.real]
-    if len(example.names) == len(known.real):
+        return [str(i if ids is None else ids[i]) for i in outline.unpadded]
+    if len(example.names) == len(outline.unpadded):
         return example.names
-    if len(example.names) == known.layers[0].tokens:
-        named = example.names if isinstance(example.names, Tokens) else Tokens(example.names)
-        return named.chosen(known.real)
+    if len(example.names) == outline.layers[0].tokens:
+        tokens = example.names if isinstance(example.names, Tokens) else Tokens(example.names)
+        return tokens.chosen(outline.unpadded)
     raise InputError(
-        f"tokens has {len(example.names)} names for a sequence of {known.layers[0].tokens} "
-        f"tokens, {len(known.real)} of them not padding. Pass one name per token."
+        f"tokens has {len(example.names)} names for a sequence of {outline.layers[0].tokens} "
+        f"tokens, {len(outline.unpadded)} of them not padding. Pass one name per token."
     )
 
 
@@ -220,79 +251,81 @@ def sentences_of(names: Sequence[str]) -> list[int]:
     return [] if pieces is None else [x.start for x in split_pieces(pieces, "sentence")]
 
 
-def _methods(
-    found: Comparison,
+def _method_facts(
+    comparison: Comparison,
     roles: Mapping[str, Mapping[str, list[float | None]]],
-    wanted: Wanted,
-    known: Outline,
+    contents: ReportContents,
+    outline: Outline,
 ) -> list[dict[str, Any]]:
     """Return one dict of JSON values for each method: name, relevance, sum, roles and options.
 
     The entry ``"own"`` of a dict is the query token if the method adds the identity, else None.
     """
-    facts = []
-    for (name, relevance), kind in zip(found.items(), wanted.methods.values(), strict=True):
-        values = _values(name, relevance, known)
-        own = known.asking if holds_identity(kind) else None
-        said: dict[str, Any] = {"name": visible_text(name), "values": values, "own": own}
-        said |= {"silent": is_negligible(values, own), "pixels": _pixels(relevance)}
-        chosen = (wanted.options or {}).get(name, {})
-        said["contrast"] = _plain(chosen.get("contrast"))
-        if kind is LatimFlow:
-            said["question"] = QUESTIONS.get(chosen.get("rule", ""))
-        said["sum"] = found.sums[name][0].facts if name in found.sums else None
-        facts.append({**said, "roles": roles.get(name, {})})
-    return facts
+    methods = []
+    for name, method in zip(comparison, contents.methods.values(), strict=True):
+        relevance = comparison[name]
+        values = _token_values(name, relevance, outline)
+        own = outline.query if holds_identity(method) else None  # not comparable with others
+        facts: dict[str, Any] = {"name": visible_text(name), "values": values, "own": own}
+        facts |= {"silent": is_negligible(values, own), "pixels": _packed_pixels(relevance)}
+        options = (contents.options or {}).get(name, {})
+        facts["contrast"] = _as_json(options.get("contrast"))
+        if method is LatimFlow:  # its rules answer different questions
+            facts["question"] = QUESTIONS.get(options.get("rule", ""))
+        facts["sum"] = comparison.sums[name][0].facts if name in comparison.sums else None
+        methods.append({**facts, "roles": roles.get(name, {})})
+    return methods
 
 
-def _plain(contrast: Any) -> Any:
+def _as_json(contrast: Any) -> Any:
     """Convert the option ``contrast`` to a JSON value."""
     is_plain = contrast is None or isinstance(contrast, str)
     return contrast if is_plain else np.asarray(contrast).tolist()
 
 
-def _patch_options(wanted: Wanted) -> dict[str, Mapping[str, Any]]:
+def _patch_options(contents: ReportContents) -> dict[str, Mapping[str, Any]]:
     """Return the options, with ``per_token=True`` for methods without relevance per pixel."""
-    options = dict(wanted.options or {})
-    for name, method in wanted.methods.items():
+    options = dict(contents.options or {})
+    for name, method in contents.methods.items():
         if not tells_pixels(method):
             options[name] = {"per_token": True, **options.get(name, {})}
     return options
 
 
-def _pixels(relevance: Tensor) -> dict[str, Any] | None:
+def _packed_pixels(relevance: Tensor) -> dict[str, Any] | None:
     """Sum an image's relevance (1, C, H, W) over channels and pack it; None for other shapes."""
     if relevance.dim() != 4:
         return None
     return raster(relevance[0].sum(0), extremes=False)._asdict()
 
 
-def _values(name: str, relevance: Tensor, known: Outline) -> list[float | None]:
+def _token_values(name: str, relevance: Tensor, outline: Outline) -> list[float | None]:
     """Return relevance as a list, one number per token, and None for tokens without a patch."""
-    if relevance.dim() == 4 and known.grid is not None:
-        relevance = patch_sums(relevance, known.grid.size)
+    if relevance.dim() == 4 and outline.grid is not None:
+        relevance = patch_sums(relevance, outline.grid.size)
     scores = finite_numbers(relevance[0], f"the relevance by {name}")
-    if scores.dim() == 2 and known.grid is not None and tuple(scores.shape) == known.grid.size:
-        placed: list[float | None] = [None] * len(known.real)
-        for token, score in zip(known.grid.tokens.tolist(), scores.flatten().tolist(), strict=True):
-            placed[token] = score
-        return placed
-    if scores.dim() != 1 or len(scores) != known.layers[0].tokens:
+    if scores.dim() == 2 and outline.grid is not None and tuple(scores.shape) == outline.grid.size:
+        by_token: list[float | None] = [None] * len(outline.unpadded)
+        tokens, patch_scores = outline.grid.tokens.tolist(), scores.flatten().tolist()
+        for token, score in zip(tokens, patch_scores, strict=True):
+            by_token[token] = score
+        return by_token
+    if scores.dim() != 1 or len(scores) != outline.layers[0].tokens:
         raise InputError(
             f"methods: {name} returned relevance of shape {tuple(relevance.shape)}. Pass methods "
-            f"that return one number for each of the {known.layers[0].tokens} tokens."
+            f"that return one number for each of the {outline.layers[0].tokens} tokens."
         )
-    return list(scores[known.real].tolist())
+    return list(scores[outline.unpadded].tolist())
 
 
-def _shortened(facts: Mapping[str, Any]) -> dict[str, Any]:
+def _rounded(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Round the relevance in a method's JSON values to a few digits."""
     rows = {"": facts["values"], **facts["roles"]}
     roles = {name: [None if x is None else short(x) for x in row] for name, row in rows.items()}
     return {**facts, "values": roles.pop(""), "roles": roles}
 
 
-def _image(example: ShownExample, known: Outline) -> dict[str, Any] | None:
+def _image_facts(example: ShownExample, outline: Outline) -> dict[str, Any] | None:
     """Return the image as a data URL, with its size and grid of patches; None for a text."""
     if not example.is_image:
         return None
@@ -301,6 +334,6 @@ def _image(example: ShownExample, known: Outline) -> dict[str, Any] | None:
         "source": f"data:image/png;base64,{in_base64(picture)}",
         "height": picture.shape[0],
         "width": picture.shape[1],
-        "grid": None if known.grid is None else list(known.grid.size),
-        "cells": [] if known.grid is None else known.grid.tokens.tolist(),
+        "grid": None if outline.grid is None else list(outline.grid.size),
+        "cells": [] if outline.grid is None else outline.grid.tokens.tolist(),
     }

@@ -21,7 +21,7 @@ from ...attr.text.tokens import Tokens
 from ...errors import InputError, OptionError
 from ..figure import check_labels
 from ..labels import as_words, direction_of
-from .answers import packed
+from .answers import pack_rows
 from .example import Subject
 from .explanation import Methods, sentences_of
 from .page import short, whole_page
@@ -58,29 +58,29 @@ def explain_answers(
         options: further options of the method. Default: None.
     """
     arguments = dict(options or {})
-    if hasattr(explain.attr_method, "answer_in_turn"):
+    if hasattr(explain.attr_method, "answer_in_turn"):  # only these methods have a contrast
         arguments.setdefault("contrast", contrast)
     if answer is None and generate is not None:
         arguments["gen_args"] = {"max_new_tokens": generate, "do_sample": False}
-    asked = {"spans": spans, "prompt_spans": prompt_spans, "hops": hops} | arguments
-    found = []
+    arguments = {"spans": spans, "prompt_spans": prompt_spans, "hops": hops} | arguments
+    results = []
     for text in texts:
-        result = explain.attribute(text, answer, show_progress=show_progress, **asked)
+        result = explain.attribute(text, answer, show_progress=show_progress, **arguments)
         assert isinstance(result, SSMLLMAttributionResult)
-        found.append(result)
-    return found
+        results.append(result)
+    return results
 
 
 def about_answers(model: str, method: str, contrast: str | None, identity: bool) -> str:
     """Describe the model, the method and the explained number in the line below a heading."""
-    said = {
+    by_contrast = {
         None: "",
         "mean": ", for each token's logit minus the mean logit",
         "all": ", for each token's log-probability",
     }
-    held = said.get(contrast, f", with contrast {contrast}")
-    own = ", without the query words' own values (mostly the identity)" if identity else ""
-    return f"{model}: relevance by {method}{held}{own}"
+    number = by_contrast.get(contrast, f", with contrast {contrast}")
+    omission = ", without the query words' own values (mostly the identity)" if identity else ""
+    return f"{model}: relevance by {method}{number}{omission}"
 
 
 def report_answers(
@@ -94,7 +94,7 @@ def report_answers(
     title: str,
     names: Sequence[str] | None,
     show_progress: bool,
-    **asked: Any,
+    **span_options: Any,
 ) -> str:
     """Return the HTML of a report with ``generate=``; see :func:`captum_ssm.viz.report`."""
     if checks.integer("generate", generate) < 1:
@@ -113,25 +113,25 @@ def report_answers(
     unknown = set(options or {}) - {name}
     if unknown:
         raise OptionError(f"options has {sorted(unknown)[0]!r}. Pass only options for {name!r}.")
-    texts = _listed(inputs)
+    texts = _as_list(inputs)
     check_labels(names, len(texts), "names")
-    chosen = dict((options or {}).get(name, {}))
-    found = explain_answers(
+    method_options = dict((options or {}).get(name, {}))
+    results = explain_answers(
         SSMLLMAttribution(method, tokenizer),
         texts,
         generate=generate,
-        options=chosen,
+        options=method_options,
         show_progress=show_progress,
-        **asked,
+        **span_options,
     )
-    contrast = chosen.get("contrast", "mean") if hasattr(method, "answer_in_turn") else None
+    contrast = method_options.get("contrast", "mean") if hasattr(method, "answer_in_turn") else None
     identity = holds_identity(method)
     about = about_answers(type(subject.module).__name__, name, contrast, identity)
-    return answers_page(found, title, about=about, identity=identity, names=names)
+    return answers_page(results, title, about=about, identity=identity, names=names)
 
 
 def answers_page(
-    found: Sequence[SSMLLMAttributionResult],
+    results: Sequence[SSMLLMAttributionResult],
     title: str,
     *,
     about: str = "",
@@ -141,29 +141,29 @@ def answers_page(
     """Return the HTML page of explained answers.
 
     Args:
-        found: the answers, each with its prompt.
+        results: the answers, each with its prompt.
         title: the heading.
         about: the line below the heading. Default: nothing.
         identity: leave out each word's entries for itself and the word before, as needed for
             methods that add the identity. Default: False.
         names: names of the answers. Default: None, ``Example 1``, ...
     """
-    check_labels(names, len(found), "names")
+    check_labels(names, len(results), "names")
     examples: list[dict[str, Any]] = []
     blocks: dict[str, bytes] = {}
-    for number, result in enumerate(found):
+    for number, result in enumerate(results):
         name = f"Example {number + 1}" if names is None else names[number]
-        hops = _hops(result)
-        ids = [f"rows-{number}-{hop}" for hop in range(len(hops))]
-        for block, (rows, _) in zip(ids, hops, strict=True):
-            kept = _without_asking(rows) if identity else rows
-            blocks[block] = packed(kept.detach().cpu().double())
+        hops = _rows_by_hop(result)
+        block_names = [f"rows-{number}-{hop}" for hop in range(len(hops))]
+        for block, (rows, _) in zip(block_names, hops, strict=True):
+            values = _without_query_entries(rows) if identity else rows
+            blocks[block] = pack_rows(values.detach().cpu().double())
         examples.append(
             {
                 "name": name,
-                "prompt": _text(result.input_tokens, result.input_pieces),
-                "answer": _text(result.output_tokens, result.output_pieces),
-                "blocks": ids,
+                "prompt": _text_facts(result.input_tokens, result.input_pieces),
+                "answer": _text_facts(result.output_tokens, result.output_pieces),
+                "blocks": block_names,
                 "constants": [[*map(short, c.tolist())] for _, c in hops if c is not None] or None,
             }
         )
@@ -171,7 +171,7 @@ def answers_page(
     return whole_page("generated.html", _STYLES, _SCRIPTS, title, facts, blocks)
 
 
-def _listed(inputs: Any) -> list[Any]:
+def _as_list(inputs: Any) -> list[Any]:
     """Return the prompts: texts, or token ids (B, L)."""
     if isinstance(inputs, str):
         return [inputs]
@@ -185,8 +185,11 @@ def _listed(inputs: Any) -> list[Any]:
     return list(inputs)
 
 
-def _hops(result: SSMLLMAttributionResult) -> list[tuple[Tensor, Tensor | None]]:
-    """Return each hop's relevance of prompt and answer (S, F + S), and of constants (S,)."""
+def _rows_by_hop(result: SSMLLMAttributionResult) -> list[tuple[Tensor, Tensor | None]]:
+    """Return each hop's relevance of prompt and answer (S, F + S), and of constants (S,) or None.
+
+    Without spans there is one hop.
+    """
     if result.spans is None:
         assert result.token_attr is not None
         return [(torch.cat([result.token_attr, result.generated_attr], 1), None)]
@@ -196,22 +199,26 @@ def _hops(result: SSMLLMAttributionResult) -> list[tuple[Tensor, Tensor | None]]
     ]
 
 
-def _without_asking(rows: Tensor) -> Tensor:
-    """Set each answer part's relevance for itself and the column before to 0, in (S, F + S)."""
-    words, columns = rows.shape
-    place = torch.arange(words) + columns - words
-    kept = rows.clone()
-    for asking in (place, (place - 1).clamp_min(0)):
-        kept[torch.arange(words), asking] = 0.0
-    return kept
+def _without_query_entries(rows: Tensor) -> Tensor:
+    """Return rows (S, F + S) with 0 for each answer part's own column and the column before.
+
+    A word is predicted at the word before and, from its second token on, at the word itself.
+    Methods that add the identity add it there.
+    """
+    parts, columns = rows.shape
+    own = torch.arange(parts) + columns - parts
+    values = rows.clone()
+    for omitted in (own, (own - 1).clamp_min(0)):
+        values[torch.arange(parts), omitted] = 0.0
+    return values
 
 
-def _text(names: Sequence[str], pieces: Pieces | None) -> dict[str, Any]:
+def _text_facts(names: Sequence[str], pieces: Pieces | None) -> dict[str, Any]:
     """Return a text's words, direction and first words of sentences, as JSON values."""
-    words_of = Tokens(names, pieces)
-    words = as_words(words_of)
+    tokens = Tokens(names, pieces)
+    words = as_words(tokens)
     return {
         **words._asdict(),
         "direction": direction_of("".join(names)),
-        "sentences": sentences_of(words_of),
+        "sentences": sentences_of(tokens),
     }

@@ -19,13 +19,13 @@ from .example import ShownExample, Subject
 from .outline import Outline
 
 #: The largest number of rows between the words and the target.
-_ROWS = 12
+_MAX_ROWS = 12
 #: The largest number of nodes of a graph, whose edges are stored as a square matrix.
-_LARGEST = 4000
+_MAX_NODES = 4000
 #: The largest number of links in a page for each activation that is followed.
-_LINKS = 10
+_LINKS_PER_NODE = 10
 #: Kinds of nodes with incoming edges and an activation.
-_ENTERED = ("whole", "target")
+_FOLLOWED_KINDS = ("whole", "target")
 #: Source, target, and the relevance that the source contributes to the target.
 Link: TypeAlias = tuple[int, int, float]
 
@@ -33,99 +33,99 @@ Link: TypeAlias = tuple[int, int, float]
 def graph_of(
     subject: Subject,
     example: ShownExample,
-    known: Outline,
+    outline: Outline,
     count: int,
     moves: Sequence[float] | None = None,
 ) -> dict[str, Any]:
     """Return the graph of the activations that contribute most, or why there is no graph.
 
     Args:
-        subject, example, known: the model, the example, and the facts from its forward run.
+        subject, example, outline: the model, the example, and the facts from its forward run.
         count: number of activations to follow.
         moves: relevance that each layer moves between tokens. If not all blocks can be drawn, the
             blocks that move most are drawn. Default: None, evenly spaced blocks.
     """
-    told: dict[str, Any] = {key: [] for key in ("rows", "nodes", "links", "path")}
-    told |= {"kind": "blocks", "places": 0, "how": "", "obstacle": None}
+    facts: dict[str, Any] = {key: [] for key in ("rows", "nodes", "links", "path")}
+    facts |= {"kind": "blocks", "places": 0, "how": "", "obstacle": None}
     if count == 0:
-        return told
-    tokens = known.layers[0].tokens
-    rows = min(_ROWS, _LARGEST // tokens - 1)
+        return facts
+    tokens = outline.layers[0].tokens
+    rows = min(_MAX_ROWS, _MAX_NODES // tokens - 1)
     if example.is_image:
-        return told | {"obstacle": "Graphs are made only for texts."}
+        return facts | {"obstacle": "Graphs are made only for texts."}
     if rows < 1:
-        most = _LARGEST // 2
-        return told | {"obstacle": f"The text has {tokens} tokens; at most {most} fit a graph."}
+        limit = _MAX_NODES // 2
+        return facts | {"obstacle": f"The text has {tokens} tokens; at most {limit} fit a graph."}
     obstacle = ""
-    for kind, places in _places(subject, known):
+    for kind, candidates in _row_candidates(subject, outline):
         try:
             graph = attribution_graph(
                 subject.forward_func,
                 example.inputs,
-                known.target,
+                outline.target,
                 example.additional or None,
-                nodes=_chosen(places, rows, moves),
+                nodes=_select_rows(candidates, rows, moves),
                 top=count,
                 keep=None,
                 model=subject.module,
                 layers=subject.layers,
             )
-        except LayerError as error:  # a block that runs several times has a mixer that may not
+        except LayerError as error:  # a block may run several times, and its mixer only once
             obstacle = obstacle or str(error)
-        except CaptumSSMError as error:  # which leaves all else to be shown
-            return told | {"obstacle": str(error)}
+        except CaptumSSMError as error:  # the page then shows the other parts
+            return facts | {"obstacle": str(error)}
         else:
-            fits = moves is not None and len(moves) == len(places)
-            how = "which move most relevance between tokens" if fits else "evenly spaced"
-            about = {"kind": kind, "places": len(places), "how": how}
-            return told | about | _drawn(graph, known, count)
-    return told | {"obstacle": obstacle}
+            by_moves = moves is not None and len(moves) == len(candidates)
+            how = "which move most relevance between tokens" if by_moves else "evenly spaced"
+            about = {"kind": kind, "places": len(candidates), "how": how}
+            return facts | about | _graph_facts(graph, outline, count)
+    return facts | {"obstacle": obstacle}
 
 
-def _places(subject: Subject, known: Outline) -> Iterator[tuple[str, list[nn.Module]]]:
+def _row_candidates(subject: Subject, outline: Outline) -> Iterator[tuple[str, list[nn.Module]]]:
     """Yield candidates for the graph's rows, as (kind, modules): first blocks, then mixers."""
     by_name = {
         name: mixer for mixer in find_mixers(subject.module, subject.layers) for name in mixer.names
     }
-    mixers = [by_name[layer.name] for layer in known.layers]
+    mixers = [by_name[layer.name] for layer in outline.layers]
     # the whole model's output is not an intermediate step
     if all(len(mixer.blocks) == 1 and mixer.blocks[0] is not subject.module for mixer in mixers):
         yield "blocks", list(dict.fromkeys(mixer.blocks[0] for mixer in mixers))
     yield "mixers", list(dict.fromkeys(mixer.module for mixer in mixers))
 
 
-def _chosen(
-    places: Sequence[nn.Module], most: int, moves: Sequence[float] | None
+def _select_rows(
+    modules: Sequence[nn.Module], limit: int, moves: Sequence[float] | None
 ) -> list[nn.Module]:
-    """Select ``most`` modules or fewer: the last, and others by ``moves`` or evenly spaced."""
-    count = len(places)
-    if moves is not None and len(moves) == count > most:
-        best = sorted(range(count - 1), key=lambda i: -moves[i])[: most - 1]
-        return [places[i] for i in (*sorted(best), count - 1)]
-    return [places[-(-(i + 1) * count // min(count, most)) - 1] for i in range(min(count, most))]
+    """Select ``limit`` modules or fewer: the last, and others by ``moves`` or evenly spaced."""
+    count = len(modules)
+    if moves is not None and len(moves) == count > limit:
+        strongest = sorted(range(count - 1), key=lambda i: -moves[i])[: limit - 1]
+        return [modules[i] for i in (*sorted(strongest), count - 1)]
+    return [modules[-(-(i + 1) * count // min(count, limit)) - 1] for i in range(min(count, limit))]
 
 
-def _drawn(graph: Graph, known: Outline, count: int) -> dict[str, Any]:
+def _graph_facts(graph: Graph, outline: Outline, count: int) -> dict[str, Any]:
     """Return the nodes and links to draw as JSON values, with tokens counted without padding."""
-    number = {id(node): i for i, node in enumerate(graph.nodes)}
-    path = [number[id(node)] for node in graph.path()]
+    index = {id(node): i for i, node in enumerate(graph.nodes)}
+    path = [index[id(node)] for node in graph.path()]
     last = len(graph.nodes) - 1
     chosen = sorted({*nodes_to_draw(graph, count), *path})
-    links = _strongest(graph, chosen, path, count)
-    chosen = sorted({last, *(end for link in links for end in link[:2])})
-    added = graph.edges.sum(0).tolist()
-    constants = graph.edges[:, last - 1].tolist()
-    place = {token: position for position, token in enumerate(known.real)}
+    links = _strongest_links(graph, chosen, path, count)
+    chosen = sorted({last, *(end for link in links for end in link[:2])})  # without isolated nodes
+    outgoing = graph.edges.sum(0).tolist()
+    constants = graph.edges[:, last - 1].tolist()  # the node before the target
+    position_of = {token: position for position, token in enumerate(outline.unpadded)}
     rows = {node.depth: node.layer for node in graph.nodes if node.layer}
-    drawn = {node: i for i, node in enumerate(chosen)}
+    number = {node: i for i, node in enumerate(chosen)}
     nodes = [
         {
             "kind": node.kind,
             "row": node.depth,
-            "position": None if node.position is None else place.get(node.position),
+            "position": None if node.position is None else position_of.get(node.position),
             # for a node that was not followed, its contribution to all followed nodes
-            "value": _short(node.activation if node.kind in _ENTERED else added[i]),
-            "constants": _short(constants[i]),
+            "value": _rounded(node.activation if node.kind in _FOLLOWED_KINDS else outgoing[i]),
+            "constants": _rounded(constants[i]),
         }
         for i, node in ((i, graph.nodes[i]) for i in chosen)
     ]
@@ -133,30 +133,37 @@ def _drawn(graph: Graph, known: Outline, count: int) -> dict[str, Any]:
         "rows": [rows[depth] for depth in sorted(rows)],
         "nodes": nodes,
         "links": [
-            {"source": drawn[s], "target": drawn[t], "weight": _short(w)} for s, t, w in links
+            {"source": number[source], "target": number[target], "weight": _rounded(weight)}
+            for source, target, weight in links
         ],
         "path": [
-            {"node": drawn[i], "adds": _short(float(graph.edges[after, i]))}
-            for i, after in pairwise(path)
+            {"node": number[i], "adds": _rounded(float(graph.edges[target, i]))}
+            for i, target in pairwise(path)
         ],
     }
 
 
-def _strongest(graph: Graph, chosen: Sequence[int], path: Sequence[int], count: int) -> list[Link]:
-    """Return the links of most relevance between ``chosen`` nodes that lead to the target."""
+def _strongest_links(
+    graph: Graph, chosen: Sequence[int], path: Sequence[int], count: int
+) -> list[Link]:
+    """Return the links of most relevance between ``chosen`` nodes that lead to the target.
+
+    These are at most 10 links per followed activation, and all links of ``path``.
+    """
     links = [
         (s, t, float(graph.edges[t, s])) for t in chosen for s in chosen if bool(graph.edges[t, s])
     ]
-    along = set(pairwise(path))
-    strongest = sorted(links, key=lambda link: -abs(link[-1]))[: _LINKS * count]
-    strongest += [link for link in links if link[:2] in along and link not in strongest]
-    reached, found = {len(graph.nodes) - 1}, []
+    path_links = set(pairwise(path))
+    strongest = sorted(links, key=lambda link: -abs(link[-1]))[: _LINKS_PER_NODE * count]
+    strongest += [link for link in links if link[:2] in path_links and link not in strongest]
+    reached, leading = {len(graph.nodes) - 1}, []
+    # from the target down: a link is useful only if its own target is reached
     for link in sorted(strongest, key=lambda link: -graph.nodes[link[1]].depth):
         if link[1] in reached:
             reached.add(link[0])
-            found.append(link)
-    return found
+            leading.append(link)
+    return leading
 
 
-def _short(number: float) -> float:
+def _rounded(number: float) -> float:
     return float(f"{number:.7g}")

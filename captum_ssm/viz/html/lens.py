@@ -6,7 +6,7 @@ the head then read this block's residual stream (the logit lens, nostalgebraist 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,13 +24,13 @@ from .example import ShownExample, Subject
 from .outline import Outline, label_of
 
 #: The largest number of entries of all runs' outputs together; else some blocks are left out.
-_ENTRIES = 2**28
+_MAX_ENTRIES = 2**28
 #: A table with fewer blocks is omitted.
-_LEAST = 2
+_MIN_BLOCKS = 2
 
 
 def predictions_by_block(
-    subject: Subject, example: ShownExample, known: Outline
+    subject: Subject, example: ShownExample, outline: Outline
 ) -> list[dict[str, Any]]:
     """Return the likeliest answer after each block, and the explained answer's probability.
 
@@ -38,7 +38,7 @@ def predictions_by_block(
         One entry per block in the order of the run. No entries if the explained output is not a
         class, if the blocks are in no module list, or if the last entry is not the model's output.
     """
-    if not known.predictions:
+    if not outline.predictions:
         return []
     try:
         blocks = lists_of_blocks(subject.module, find_mixers(subject.module))
@@ -46,20 +46,22 @@ def predictions_by_block(
         return []
     calls: list[tuple[str, Any]] = []
     with torch.no_grad():
-        with in_place_of(blocks, partial(_recorded, calls, blocks)):
-            whole = _run(subject, example)
+        with in_place_of(blocks, partial(_record_output, calls, blocks)):
+            final_output = _run(subject, example)
         outputs = []
-        for name, returned in _spread(calls, _ENTRIES // whole.numel()):
-            with in_place_of(blocks, lambda *_, returned=returned, **__: returned):
+        for name, block_output in _evenly_spaced(calls, _MAX_ENTRIES // final_output.numel()):
+            with in_place_of(blocks, lambda *_, block_output=block_output, **__: block_output):
                 outputs.append((name, _run(subject, example)))
-    index = target_index(known.target, whole)
-    if len(outputs) < _LEAST or index is None or not torch.allclose(outputs[-1][1], whole):
+    index = target_index(outline.target, final_output)
+    if len(outputs) < _MIN_BLOCKS or index is None:
         return []
-    place = tuple(index[0, :-1].tolist())
-    return [_said(subject, name, output, place, int(index[0, -1])) for name, output in outputs]
+    if not torch.allclose(outputs[-1][1], final_output):  # something runs after the last block
+        return []
+    *place, explained = index[0].tolist()
+    return [_prediction(subject, name, output, place, explained) for name, output in outputs]
 
 
-def _recorded(
+def _record_output(
     calls: list[tuple[str, Any]],
     names: Mapping[nn.Module, str],
     block: nn.Module,
@@ -67,31 +69,37 @@ def _recorded(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    returned = forward(*args, **kwargs)
-    copies = {id(x): x.clone() for x in tensors_in(returned)}
-    calls.append((names[block], swapped(returned, copies)))
-    return returned
+    """Run a block's forward, and append its name and a copy of its output to ``calls``.
+
+    The copy is needed because a later block may change the output in place.
+    """
+    output = forward(*args, **kwargs)
+    copies = {id(x): x.clone() for x in tensors_in(output)}
+    calls.append((names[block], swapped(output, copies)))
+    return output
 
 
 def _run(subject: Subject, example: ShownExample) -> Tensor:
-    given = subject.forward_func, example.inputs, example.additional
-    return logits_of(call_model(*given)).detach()
+    """Run the model on an example, and return its logits."""
+    arguments = subject.forward_func, example.inputs, example.additional
+    return logits_of(call_model(*arguments)).detach()
 
 
-def _spread(calls: list[tuple[str, Any]], most: int) -> list[tuple[str, Any]]:
-    """Return at most ``most`` calls, evenly spaced and including the last one."""
-    count = min(len(calls), most)
-    return [calls[(n + 1) * len(calls) // count - 1] for n in range(count)]
+def _evenly_spaced(calls: list[tuple[str, Any]], limit: int) -> list[tuple[str, Any]]:
+    """Return at most ``limit`` calls, evenly spaced and including the last one."""
+    count = min(len(calls), limit)
+    return [calls[(i + 1) * len(calls) // count - 1] for i in range(count)]
 
 
-def _said(
-    subject: Subject, name: str, output: Tensor, place: tuple[int, ...], asked: int
+def _prediction(
+    subject: Subject, name: str, output: Tensor, place: Sequence[int], explained: int
 ) -> dict[str, Any]:
-    chances = output[(0, *place)].cpu().double().softmax(-1)
-    best = int(chances.argmax())
+    """Return a block's likeliest answer at ``place``, and the ``explained`` one's probability."""
+    probabilities = output[(0, *place)].cpu().double().softmax(-1)
+    best = int(probabilities.argmax())
     return {
         "name": name,
         "best": visible_text(label_of(subject, best, output)),
-        "chance": float(chances[best]),
-        "explained": float(chances[asked]),
+        "chance": float(probabilities[best]),
+        "explained": float(probabilities[explained]),
     }

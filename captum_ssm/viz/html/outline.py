@@ -23,7 +23,7 @@ from ...tracing import Trace, require_layers, require_real_tokens, trace
 from .example import ShownExample, Subject
 
 #: The number of likeliest classes, and the number of rivals from the text.
-_NAMED, _IN_TEXT = 5, 3
+_LIKELIEST, _RIVALS = 5, 3
 
 
 class LayerOutline(NamedTuple):
@@ -48,7 +48,7 @@ class LikelyClass(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """The layout of an image: rows and columns of patches, and the token of each patch."""
+    """The layout of an image: ``size`` in rows and columns of patches, and each patch's token."""
 
     size: tuple[int, int]
     tokens: Tensor
@@ -60,25 +60,25 @@ class Outline:
 
     Attributes:
         layers: the mixers, in the order in which they ran.
-        real: the positions that are not padding.
-        asking: the query token, counted without padding; None if there are several.
+        unpadded: the positions that are not padding.
+        query: the query token, counted without padding; None if there are several.
         grid: the layout of an image's patches; None without a grid.
         target: the explained output: the user's target, or the model's prediction.
         explained: a description of the target in words.
         predictions: the likeliest classes, or tokens at the target's position, and rivals.
         targets: a target in Captum's forms for each prediction; ``[target]`` without predictions.
-        asked: the index of the explained prediction.
+        explained_index: the index of the explained prediction.
     """
 
     layers: list[LayerOutline]
-    real: list[int]
-    asking: int | None
+    unpadded: list[int]
+    query: int | None
     grid: Grid | None
     target: Any
     explained: str
     predictions: list[LikelyClass]
     targets: list[Any]
-    asked: int
+    explained_index: int
 
 
 def outline(subject: Subject, example: ShownExample) -> Outline:
@@ -88,93 +88,103 @@ def outline(subject: Subject, example: ShownExample) -> Outline:
         if probe is not None:
             stack.enter_context(probe.watch())
         with trace(subject.module, layers=subject.layers, graph="tail") as record:
-            given = subject.forward_func, example.inputs, example.additional
-            output = logits_of(call_model(*given))
+            arguments = subject.forward_func, example.inputs, example.additional
+            output = logits_of(call_model(*arguments))
         require_layers(record, subject.module)
         layers = [LayerOutline(x.name, x.architecture, x.tokens) for x in record.layers]
         grid = None
-        if probe is not None:
+        if probe is not None:  # the first mixer knows its grid, or the probe's runs find it
             first = record.layers[0]
             if first.map is not None:
                 grid = Grid(first.map.size, torch.arange(first.tokens))
             else:
-                grid = _grid(probe, subject, example, first.tokens)
+                grid = _patch_grid(probe, subject, example, first.tokens)
         mask = record.mask
     require_real_tokens(mask)
-    real = torch.ones(layers[0].tokens, dtype=torch.bool) if mask is None else mask[0].cpu()
-    positions = real.nonzero().flatten().tolist()
-    target = _predicted(output, positions) if example.target is None else example.target
-    index = target_index(target, output)
-    asking = _asking(output, index, record, mask)
+    is_real = torch.ones(layers[0].tokens, dtype=torch.bool) if mask is None else mask[0].cpu()
+    unpadded = is_real.nonzero().flatten().tolist()
+    target = _predicted_target(output, unpadded) if example.target is None else example.target
+    target_place = target_index(target, output)
+    query = _query_position(output, target_place, record, mask)
     ids = example.inputs[0] if output.dim() == 3 and example.inputs.dim() == 2 else None
-    asking = positions.index(asking) if asking in positions else None
-    predictions = _predictions(subject, output.detach(), index, target, ids)
-    return Outline(layers, positions, asking, grid, target, *predictions)
+    query = unpadded.index(query) if query in unpadded else None
+    predictions = _predictions(subject, output.detach(), target_place, target, ids)
+    return Outline(layers, unpadded, query, grid, target, *predictions)
 
 
-def _asking(output: Tensor, index: Tensor | None, record: Trace, mask: Tensor | None) -> int | None:
-    """Return the position of the query; None if the query is not a single token."""
+def _query_position(
+    output: Tensor, index: Tensor | None, record: Trace, mask: Tensor | None
+) -> int | None:
+    """Return the position from which the output is read; None if it is not a single token."""
     try:
         weights = query_weights(None, output, index, record.layers[-1], mask)
-    except QueryError:  # methods that read a row will raise
+    except QueryError:  # methods that need the query will raise it again
         return None
-    asked = weights[0].nonzero().flatten().tolist()
-    return int(asked[0]) if len(asked) == 1 else None
+    positions = weights[0].nonzero().flatten().tolist()
+    return int(positions[0]) if len(positions) == 1 else None
 
 
-def _grid(probe: ImageProbe, subject: Subject, example: ShownExample, tokens: int) -> Grid | None:
+def _patch_grid(
+    probe: ImageProbe, subject: Subject, example: ShownExample, tokens: int
+) -> Grid | None:
+    """Find which of the first layer's ``tokens`` are patches; None if they are no grid."""
+
     def run(image: Tensor) -> Any:
         return call_model(subject.forward_func, image, example.additional)
 
     try:
         index, size = probe.patches(run, example.inputs, tokens)
-    except InputError:  # tokens that are no grid of patches are shown one after the other
+    except InputError:  # these tokens are shown one after the other
         return None
     return Grid(size, index.cpu())
 
 
-def _predicted(output: Tensor, positions: list[int]) -> Any:
-    """Return the likeliest class, or next token; None for a single number."""
+def _predicted_target(output: Tensor, unpadded: list[int]) -> Any:
+    """Return the likeliest class, or (last position, next token); None for a single number."""
     if output.dim() == 3:
-        return positions[-1], int(output[0, positions[-1]].argmax())
+        return unpadded[-1], int(output[0, unpadded[-1]].argmax())
     return int(output[0].argmax()) if output.dim() == 2 and output.shape[1] > 1 else None
 
 
 def _predictions(
     subject: Subject, output: Tensor, index: Tensor | None, target: Any, ids: Tensor | None
 ) -> tuple[str, list[LikelyClass], list[Any], int]:
-    """Return the target in words, predictions, their targets, and the explained one's index."""
+    """Return the last four fields of an Outline: the target in words, and the predictions.
+
+    ``index`` has the target's indices in the output; ``ids`` are the text's tokens, if any.
+    """
     if index is None:
         return f"the model's output, {float(output.flatten()[0]):.4g}", [], [target], 0
-    *place, chosen = index[0].tolist()
+    *place, explained = index[0].tolist()  # the place is a position, or empty for a classifier
     logits = output[(0, *place)].cpu().double()
-    chances = logits.softmax(-1)
-    best = logits.topk(min(_NAMED, len(logits))).indices.tolist()
+    chance = logits.softmax(-1)
+    best = logits.topk(min(_LIKELIEST, len(logits))).indices.tolist()
     # impossible answers have no finite logit to explain
-    said = dict.fromkeys([*(k for k in best if bool(logits[k].isfinite())), chosen])
-    named = [*said, *_rivals([] if ids is None else ids.tolist(), place, logits, said)]
+    likely = dict.fromkeys([*(c for c in best if bool(logits[c].isfinite())), explained])
+    classes = [*likely, *_rivals([] if ids is None else ids.tolist(), place, logits, likely)]
     predictions = [
         LikelyClass(
-            label_of(subject, k, output), float(logits[k]), float(chances[k]), k not in said
+            label_of(subject, c, output), float(logits[c]), float(chance[c]), c not in likely
         )
-        for k in named
+        for c in classes
     ]
-    asked = named.index(chosen)
-    targets: list[Any] = [(*place, k) if place else k for k in named]
-    targets[asked] = target  # in the user's own words
-    label = label_of(subject, chosen, output)
-    where = f", predicted after token {place[0]}" if output.dim() == 3 else ""
-    return f"the logit of “{label}”{where}", predictions, targets, asked
+    explained_index = classes.index(explained)
+    targets: list[Any] = [(*place, c) if place else c for c in classes]
+    targets[explained_index] = target  # in the form in which the user passed it
+    label = label_of(subject, explained, output)
+    position = f", predicted after token {place[0]}" if output.dim() == 3 else ""
+    return f"the logit of “{label}”{position}", predictions, targets, explained_index
 
 
 def _rivals(
-    ids: Sequence[int], place: Sequence[int], logits: Tensor, said: Collection[int]
+    ids: Sequence[int], place: Sequence[int], logits: Tensor, likely: Collection[int]
 ) -> list[int]:
-    """Return rivals: likely tokens of the text, first those that follow a copy of the query."""
-    found = {k for k in ids if 0 <= k < len(logits) and bool(logits[k].isfinite())}.difference(said)
-    asking = ids[place[0]] if ids and -len(ids) <= place[0] < len(ids) else None
-    behind = {after for before, after in pairwise(ids) if before == asking}
-    return sorted(found, key=lambda k: (k not in behind, -float(logits[k])))[:_IN_TEXT]
+    """Return a few likely tokens of the text, first those that follow a copy of the query token."""
+    possible = {k for k in ids if 0 <= k < len(logits) and bool(logits[k].isfinite())}
+    query_id = ids[place[0]] if ids and -len(ids) <= place[0] < len(ids) else None
+    after_query = {after for token, after in pairwise(ids) if token == query_id}
+    rivals = possible.difference(likely)
+    return sorted(rivals, key=lambda k: (k not in after_query, -float(logits[k])))[:_RIVALS]
 
 
 def label_of(subject: Subject, index: int, output: Tensor) -> str:
@@ -183,19 +193,19 @@ def label_of(subject: Subject, index: int, output: Tensor) -> str:
         return str(subject.labels[index])
     if output.dim() == 3 and subject.codec is not None:
         return subject.codec.names(torch.tensor([index]))[0]
-    known = getattr(getattr(subject.module, "config", None), "id2label", None)
-    if output.dim() == 2 and isinstance(known, dict) and index in known:
-        return str(known[index])
+    names = getattr(getattr(subject.module, "config", None), "id2label", None)
+    if output.dim() == 2 and isinstance(names, dict) and index in names:
+        return str(names[index])
     return str(index)
 
 
-def patch_names(known: Outline) -> list[str]:
+def patch_names(outline: Outline) -> list[str]:
     """Return a name for each token: a patch's row and column, "class token", or an index."""
-    names = [f"token {i}" for i in known.real]
-    if known.grid is not None and known.asking is not None:
-        names[known.asking] = "class token"
-    if known.grid is not None:
-        columns = known.grid.size[1]
-        for place, token in enumerate(known.grid.tokens.tolist()):
-            names[token] = f"row {place // columns}, column {place % columns}"
+    names = [f"token {i}" for i in outline.unpadded]
+    if outline.grid is not None and outline.query is not None:
+        names[outline.query] = "class token"
+    if outline.grid is not None:
+        columns = outline.grid.size[1]
+        for i, token in enumerate(outline.grid.tokens.tolist()):
+            names[token] = f"row {i // columns}, column {i % columns}"
     return names

@@ -32,14 +32,14 @@ MAPS = {"attention": "Implicit attention", "contributions": "LATIM contributions
 #: The number of cells along each side of a map's overview.
 _OVERVIEW = 128
 #: The smallest number of entries per row in a map.
-_FEWEST = 8
+_MIN_ENTRIES = 8
 #: Bytes of an entry that is kept: its column and its value.
-_ENTRY = 3
+_ENTRY_BYTES = 3
 #: The largest number of a map's tokens, because column indices are stored in 16 bits.
 _MOST_TOKENS = 2**16
 _STEPS = 127
 #: The number of matrix elements that are in memory at a time (1 GiB in float32).
-_HELD = 2**28
+_MAX_ELEMENTS = 2**28
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,35 +67,39 @@ class PackedMap:
 
 
 def entries_kept(sizes: Sequence[int], room: int) -> int:
-    """Return the number of entries of each map row that fit into a page."""
+    """Return the number of entries of each map row that fit into ``room`` bytes of a page.
+
+    ``sizes`` are the maps' numbers of tokens.
+    """
     if max(sizes) > _MOST_TOKENS:
         raise OptionError(
             f"matrices: a map of {max(sizes)} tokens is too large for a page; at most "
             f"{_MOST_TOKENS} are accepted. Use matrices=False (--maps with nothing after it)."
         )
-    fixed = sum(8 * size + min(size, _OVERVIEW) ** 2 for size in sizes)
-    kept = (room - fixed) // (_ENTRY * sum(sizes))
-    if kept < min(_FEWEST, *sizes):
+    # two numbers for each row, and the overview
+    fixed_bytes = sum(8 * size + min(size, _OVERVIEW) ** 2 for size in sizes)
+    entries = (room - fixed_bytes) // (_ENTRY_BYTES * sum(sizes))
+    if entries < min(_MIN_ENTRIES, *sizes):
         raise OptionError(
             f"matrices: {len(sizes)} maps with {sum(sizes)} rows do not fit into {room / 1e6:.1f} "
             "MB. Pass fewer layers in shown_layers= (--layers), fewer examples or a larger "
             "megabytes=, or use matrices=False (--maps with nothing after it)."
         )
-    return int(kept)
+    return int(entries)
 
 
 def maps_of(
     subject: Subject,
     example: ShownExample,
-    known: Outline,
+    outline: Outline,
     kind: str,
     layers: Sequence[int],
-    kept: int,
+    entries: int,
 ) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yield each layer's map as JSON values and packed bytes."""
-    maps = _matrices(subject, example, known, kind, layers)
+    """Yield each layer's map as JSON values and packed bytes; ``kind`` is a key of MAPS."""
+    maps = _compute_maps(subject, example, outline, kind, layers)
     for index, matrix in zip(layers, maps, strict=True):
-        packed, layer = pack(matrix, kept), known.layers[index]
+        packed, layer = pack(matrix, entries), outline.layers[index]
         facts = {
             "index": index,
             "module": layer.name,
@@ -109,10 +113,10 @@ def maps_of(
         yield facts, packed.data
 
 
-def _matrices(
+def _compute_maps(
     subject: Subject,
     example: ShownExample,
-    known: Outline,
+    outline: Outline,
     kind: str,
     layers: Sequence[int],
 ) -> Iterator[Tensor]:
@@ -120,47 +124,48 @@ def _matrices(
     method = (ImplicitAttention if kind == "attention" else LatimNorm)(
         subject.forward_func, subject.module, subject.layers
     )
-    take = method.matrices if isinstance(method, ImplicitAttention) else method.maps
-    tokens = max(known.layers[i].tokens for i in layers)
-    together = max(1, _HELD // tokens**2)
-    starts = range(0, len(layers), together)
+    compute_maps = method.matrices if isinstance(method, ImplicitAttention) else method.maps
+    tokens = max(outline.layers[i].tokens for i in layers)
+    layers_at_once = max(1, _MAX_ELEMENTS // tokens**2)
+    starts = range(0, len(layers), layers_at_once)
     for start in shown(starts):
-        part = list(layers[start : start + together])
-        found = take(
-            example.inputs, layers=part, additional_forward_args=example.additional or None
+        indices = list(layers[start : start + layers_at_once])
+        matrices = compute_maps(
+            example.inputs, layers=indices, additional_forward_args=example.additional or None
         )
-        for matrix in found:
-            yield _without_padding(matrix[0], known)
+        for matrix in matrices:
+            yield _without_padding(matrix[0], outline)
 
 
-def pack(matrix: Tensor, kept: int) -> PackedMap:
-    """Pack a map (L, L) in few bytes: an overview, and ``kept`` entries of each row."""
+def pack(matrix: Tensor, entries: int) -> PackedMap:
+    """Pack a map (L, L) in few bytes: an overview, and ``entries`` entries of each row."""
     values = matrix.detach().cpu().to(torch.promote_types(matrix.dtype, torch.float32))
     size = len(values)
     scales = values.abs().amax(-1)  # (L,)
-    cells, cell = _overview(values)
+    overview, cell = _overview(values)
     largest = float(scales.max())
-    parts = [_little(scales, "<f4")]
-    if _ENTRY * kept >= size:  # naming the columns would cost more than keeping all
-        kept = size
-        parts += [_little(torch.ones(size), "<f4"), b""]
+    data = [_little_endian(scales, "<f4")]
+    if _ENTRY_BYTES * entries >= size:  # naming the columns would cost more than keeping all
+        entries = size
+        data += [_little_endian(torch.ones(size), "<f4"), b""]
     else:
-        columns = values.abs().topk(kept, dim=-1).indices.sort(-1).values  # (L, K)
+        columns = values.abs().topk(entries, dim=-1).indices.sort(-1).values  # (L, K)
         sums = values.abs().sum(-1)
         values = values.gather(-1, columns)
         shares = values.abs().sum(-1) / sums.where(sums > 0, 1.0)
-        parts += [_little(shares.where(sums > 0, 1.0), "<f4"), _little(columns, "<u2")]
-    if kept < size or cell > 1:  # else the overview is the map itself
-        parts.append(_steps(cells, scales.max()))
-    parts.append(_steps(values, scales[:, None]))
-    return PackedMap(size, kept, len(cells), cell, largest, b"".join(parts))
+        data += [_little_endian(shares.where(sums > 0, 1.0), "<f4"), _little_endian(columns, "<u2")]
+    if entries < size or cell > 1:  # else the values are the overview, and come once
+        data.append(_as_steps(overview, scales.max()))
+    data.append(_as_steps(values, scales[:, None]))
+    return PackedMap(size, entries, len(overview), cell, largest, b"".join(data))
 
 
-def _without_padding(matrix: Tensor, known: Outline) -> Tensor:
-    if len(matrix) != known.layers[0].tokens or len(known.real) == len(matrix):
+def _without_padding(matrix: Tensor, outline: Outline) -> Tensor:
+    """Return a map without padding tokens; unchanged if its layer has different tokens."""
+    if len(matrix) != outline.layers[0].tokens or len(outline.unpadded) == len(matrix):
         return matrix
-    real = torch.tensor(known.real, device=matrix.device)
-    return matrix[real[:, None], real]
+    positions = torch.tensor(outline.unpadded, device=matrix.device)
+    return matrix[positions[:, None], positions]
 
 
 def _overview(values: Tensor) -> tuple[Tensor, int]:
@@ -170,15 +175,18 @@ def _overview(values: Tensor) -> tuple[Tensor, int]:
     if cell == 1:
         return values, 1
     pad = (0, -size % cell, 0, -size % cell)
+    # the largest positive and the largest negative entry of each cell, by absolute value
     high, low = (F.max_pool2d(F.pad(x, pad)[None], cell)[0] for x in (values, -values))
     return torch.where(high >= low, high, -low), cell
 
 
-def _steps(values: Tensor, largest: Tensor) -> bytes:
-    unit = values / largest.where(largest > 0, 1.0)
-    return _little((unit * _STEPS).round(), "|i1")
+def _as_steps(values: Tensor, largest: Tensor) -> bytes:
+    """Round values to 127ths of ``largest``, int8."""
+    shares = values / largest.where(largest > 0, 1.0)
+    return _little_endian((shares * _STEPS).round(), "|i1")
 
 
-def _little(values: Tensor, kind: str) -> bytes:
-    array: npt.NDArray[np.generic] = values.numpy().astype(kind)
+def _little_endian(values: Tensor, dtype: str) -> bytes:
+    """Return values as bytes of numpy's ``dtype``, such as ``"<f4"`` for float32."""
+    array: npt.NDArray[np.generic] = values.numpy().astype(dtype)
     return array.tobytes()

@@ -28,7 +28,7 @@ _SCRIPTS = (
 
 #: Folders of the asset files, by suffix.
 _FOLDERS = MappingProxyType({"html": "pages", "js": "scripts", "css": "styles"})
-_PLACE = re.compile(r"<!--(title|policy|style|script|data)-->")
+_PLACEHOLDER = re.compile(r"<!--(title|policy|style|script|data)-->")
 
 
 def page(title: str, facts: Mapping[str, Any], blocks: Mapping[str, bytes]) -> str:
@@ -56,10 +56,10 @@ def whole_page(
         styles, scripts: the names of files that are joined to one style and one script.
         title, facts, blocks: the heading, JSON values, and bytes by name. Default of blocks: none.
     """
-    style, script = (_bare("\n".join(map(asset, names))) for names in (styles, scripts))
-    plain = json.dumps(facts, allow_nan=False, separators=(",", ":")).encode()
+    style, script = (_without_comments("\n".join(map(asset, names))) for names in (styles, scripts))
+    json_bytes = json.dumps(facts, allow_nan=False, separators=(",", ":")).encode()
     data = []
-    for name, content in {"facts": plain, **blocks}.items():
+    for name, content in {"facts": json_bytes, **blocks}.items():
         encoded = base64.b64encode(zlib.compress(content, 9)).decode("ascii")
         block = html.escape(name, quote=True)
         data.append(f'<script type="application/octet-stream" id="{block}">{encoded}</script>')
@@ -73,7 +73,7 @@ def whole_page(
     return filled(skeleton, parts)
 
 
-def _bare(text: str) -> str:
+def _without_comments(text: str) -> str:
     """Remove indents and comment lines from a style or a script."""
     return re.sub(
         r"^ *(/\*(?:(?!\*/).)*\*/\n|// [^\n]*\n)?", "", text, flags=re.DOTALL | re.MULTILINE
@@ -82,7 +82,7 @@ def _bare(text: str) -> str:
 
 def filled(skeleton: str, parts: Mapping[str, str]) -> str:
     """Fill a skeleton's placeholders in one pass; inserted text is not searched again."""
-    return _PLACE.sub(lambda place: parts[place[1]], asset(skeleton))
+    return _PLACEHOLDER.sub(lambda place: parts[place[1]], asset(skeleton))
 
 
 def framed(page: str, title: str, height: int) -> str:
@@ -101,6 +101,7 @@ def asset(name: str) -> str:
 
 
 def _policy(style: str, script: str) -> str:
+    """Return a Content-Security-Policy that allows only this style and this script, by digest."""
     return (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"

@@ -36,14 +36,14 @@ class Account(NamedTuple):
 
 
 #: Relevance below this share of the query's own entry, mostly the identity, is negligible.
-_NOTHING = 1e-3
+_NEGLIGIBLE = 1e-3
 
 
-def is_negligible(values: Sequence[float | None], own: int | None) -> bool:
-    """Return True if all relevance is zero, or negligible beside the entry of token ``own``."""
-    others = [abs(x) for i, x in enumerate(values) if x is not None and i != own]
-    entry = None if own is None else values[own]
-    return max(others, default=0.0) <= _NOTHING * abs(entry or 0.0)
+def is_negligible(values: Sequence[float | None], query: int | None) -> bool:
+    """Return True if all relevance is zero, or negligible beside the entry of token ``query``."""
+    others = [abs(x) for i, x in enumerate(values) if x is not None and i != query]
+    own = None if query is None else values[query]
+    return max(others, default=0.0) <= _NEGLIGIBLE * abs(own or 0.0)
 
 
 def decomposes(method: Any) -> bool:
@@ -57,8 +57,8 @@ def tells_roles(method: Any, options: Mapping[str, Any], inputs: Tensor | None =
     kind = method if isinstance(method, type) else type(method)
     if not issubclass(kind, LatimFlow) or (inputs is not None and inputs.dim() == 4):
         return False
-    chosen = options.get("rule")
-    return bool((method.default_rule if chosen is None else chosen) != "frozen")
+    rule = options.get("rule")
+    return bool((method.default_rule if rule is None else rule) != "frozen")
 
 
 def tells_pixels(method: Any) -> bool:
@@ -77,10 +77,10 @@ def decomposition(
     roles: bool,
 ) -> OutputParts:
     """Decompose the output with a method, with the ``options`` that ``decompose`` accepts."""
-    chosen = options_of_parts(options)
+    accepted = options_of_parts(options)
     if isinstance(method, LatimFlow):
-        return method.decompose(inputs, target, additional, roles=roles, **chosen)
-    return method.decompose(inputs, target, additional, **chosen)
+        return method.decompose(inputs, target, additional, roles=roles, **accepted)
+    return method.decompose(inputs, target, additional, **accepted)
 
 
 def options_of_parts(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,14 +88,14 @@ def options_of_parts(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in _OF_ATTRIBUTE}
 
 
-def account(found: OutputParts) -> Account:
+def account(parts: OutputParts) -> Account:
     """Return one example's output as a sum of relevance and constants, from a decomposition."""
-    bias = sum(found.biases.values(), torch.zeros_like(found.output))
-    references, baselines = (found.biases.get(name, 0.0) for name in ("references", "baselines"))
-    return Account(*map(float, (found.output, bias, found.delta, references, baselines)))
+    bias = sum(parts.biases.values(), torch.zeros_like(parts.output))
+    references, baselines = (parts.biases.get(name, 0.0) for name in ("references", "baselines"))
+    return Account(*map(float, (parts.output, bias, parts.delta, references, baselines)))
 
 
-def roles_of(found: OutputParts) -> dict[str, Tensor]:
+def roles_of(parts: OutputParts) -> dict[str, Tensor]:
     """Return relevance of tokens (B, L) by role, without empty roles."""
-    roles = found.roles if isinstance(found, Decomposition) else None
+    roles = parts.roles if isinstance(parts, Decomposition) else None
     return {role: x for role, x in (roles or {}).items() if bool(x.any())}

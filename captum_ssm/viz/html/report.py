@@ -21,18 +21,18 @@ from ...attr.text.spans import Spans
 from ...errors import OptionError
 from ..figure import check_labels
 from .example import Names, ShownExample, Subject, find_subject, read_examples, transformed
-from .explanation import Explanation, Methods, Wanted, explain, streams_size
+from .explanation import Explanation, Methods, ReportContents, estimated_size, explain_example
 from .generated import report_answers
 from .outline import Outline, outline
 from .packing import MAPS, entries_kept
 from .writing import ANSWERS, FORMATS, check_format, is_page, write
 
 #: Default numbers of cut messages and of followed graph nodes, if the page has maps.
-_CUTS, _NODES = 20, 24
+_DEFAULT_CUTS, _DEFAULT_NODES = 20, 24
 #: The largest number of cuts; more of them would take over 20 kB in a page.
-_MOST_CUTS = 60
+_MAX_CUTS = 60
 #: Arguments that are not accepted with ``generate=``.
-_NOT_OF_ANSWERS = "target additional_forward_args tokens labels shown_layers cuts graph matrices"
+_NOT_WITH_GENERATE = "target additional_forward_args tokens labels shown_layers cuts graph matrices"
 
 
 @with_argument_advice
@@ -156,9 +156,9 @@ def report(
     inputs = inputs if transform is None else transformed(inputs, transform)
     subject = find_subject(forward_func, model, layers, tokenizer, labels)
     if generate is not None:
-        maps = None if matrices is True else matrices
-        given = target, additional_forward_args, tokens, labels, shown_layers, cuts, graph, maps
-        for name, value in zip(_NOT_OF_ANSWERS.split(), given, strict=True):
+        maps = None if matrices is True else matrices  # True, the default, is ignored
+        values = target, additional_forward_args, tokens, labels, shown_layers, cuts, graph, maps
+        for name, value in zip(_NOT_WITH_GENERATE.split(), values, strict=True):
             if value is not None:
                 raise OptionError(
                     f"{name} is not accepted with generate={generate}. Leave {name} out."
@@ -181,7 +181,7 @@ def report(
         return file
     examples = read_examples(subject, inputs, target, additional_forward_args, tokens)
     check_labels(names, len(examples), "names")
-    found = explain_all(
+    explanations = explain_all(
         subject,
         examples,
         methods,
@@ -195,9 +195,9 @@ def report(
         answers=is_page(file),
         show_progress=show_progress,
     )
-    for name, explanation in zip(names or (), found, strict=names is not None):
+    for name, explanation in zip(names or (), explanations, strict=names is not None):
         explanation.facts["name"] = name
-    return write(subject, examples, found, type(subject.module).__name__, title, file)[0]
+    return write(subject, examples, explanations, type(subject.module).__name__, title, file)[0]
 
 
 def explain_all(
@@ -226,31 +226,39 @@ def explain_all(
         answers: also explain the other predictions, with methods that need no further run for them.
             Default: False.
     """
-    kinds = _kinds(matrices)
-    tried = _count("cuts", cuts, _CUTS * bool(kinds), _MOST_CUTS)
-    followed = _count("graph", graph, _NODES * bool(kinds))
+    map_kinds = _map_kinds(matrices)
+    cuts_tried = _checked_count("cuts", cuts, _DEFAULT_CUTS * bool(map_kinds), _MAX_CUTS)
+    nodes_followed = _checked_count("graph", graph, _DEFAULT_NODES * bool(map_kinds))
     if shown_layers is not None and not len(shown_layers):
         raise OptionError("shown_layers is empty. Pass at least one, or matrices=False.")
     outlines = []
-    for cut, example in zip(batch_parts(len(examples), 1), examples, strict=True):
-        with cut.counting():
+    for part, example in zip(batch_parts(len(examples), 1), examples, strict=True):
+        with part.counting():  # so that errors have the example's index
             outlines.append(outline(subject, example))
-    chosen = layers_wanted(range(len(outlines[0].layers)), shown_layers)
-    named, options = named_methods(methods), with_rules(methods, options)
-    taken = streams_size(outlines, named) if answers else 0
-    kept = _kept(outlines, chosen, kinds, megabytes, taken)
-    counts = kept, tried, followed
-    asked = Wanted(named, options, kinds, chosen, *counts, accounts, answers)
+    layer_indices = layers_wanted(range(len(outlines[0].layers)), shown_layers)
+    methods_by_name, options = named_methods(methods), with_rules(methods, options)
+    other_bytes = estimated_size(outlines, methods_by_name) if answers else 0
+    contents = ReportContents(
+        methods=methods_by_name,
+        options=options,
+        maps=map_kinds,
+        shown_layers=layer_indices,
+        kept=_entries_per_row(outlines, layer_indices, map_kinds, megabytes, other_bytes),
+        cuts=cuts_tried,
+        graph=nodes_followed,
+        accounts=accounts,
+        answers=answers,
+    )
     numbered = list(enumerate(zip(examples, outlines, strict=True)))
     labels = [f"example {n + 1} of {len(examples)}" * (len(examples) > 1) for n, _ in numbered]
     with bar("Report", show_progress):
         return [
-            explain(subject, example, known, asked, number)
-            for number, (example, known) in shown(numbered, labels)
+            explain_example(subject, example, run_facts, contents, number)
+            for number, (example, run_facts) in shown(numbered, labels)
         ]
 
 
-def _kinds(matrices: bool | Sequence[str]) -> list[str]:
+def _map_kinds(matrices: bool | Sequence[str]) -> list[str]:
     """Return the kinds of maps that the option ``matrices`` selects."""
     if isinstance(matrices, bool):
         return ["attention"] if matrices else []
@@ -261,7 +269,7 @@ def _kinds(matrices: bool | Sequence[str]) -> list[str]:
     return kinds
 
 
-def _count(name: str, value: int | None, default: int, most: int = sys.maxsize) -> int:
+def _checked_count(name: str, value: int | None, default: int, most: int = sys.maxsize) -> int:
     """Check an option that is an integer of at least 0; return it, or the default for None."""
     count = default if value is None else checks.integer(name, value)
     if not 0 <= count <= most:
@@ -270,15 +278,16 @@ def _count(name: str, value: int | None, default: int, most: int = sys.maxsize) 
     return count
 
 
-def _kept(
+def _entries_per_row(
     outlines: Sequence[Outline],
-    chosen: Sequence[int],
+    layer_indices: Sequence[int],
     kinds: Sequence[str],
     megabytes: float,
-    taken: int,
+    other_bytes: int,
 ) -> int:
-    """Return the number of entries per map row that fit into the file."""
-    sizes = [known.layers[i].tokens for known in outlines for i in chosen] * len(kinds)
+    """Return the number of entries per map row that fit into the file; 0 without maps."""
+    sizes = [x.layers[i].tokens for x in outlines for i in layer_indices] * len(kinds)
     if not sizes:
         return 0
-    return entries_kept(sizes, int(megabytes * 1e6 * 3 / 4) - taken)  # base64 takes 4 bytes for 3
+    # base64 takes 4 bytes for 3
+    return entries_kept(sizes, int(megabytes * 1e6 * 3 / 4) - other_bytes)

@@ -26,7 +26,7 @@ from .parts import is_negligible
 _STYLES = ("common.css", "results.css")
 _SCRIPTS = ("common.js", "maps.js", "canvases.js", "tables.js", "panes.js", "results.js")
 #: The largest number of modules whose constants are listed.
-_LISTED = 12
+_MAX_CONSTANTS = 12
 #: Height of a page in a notebook, in pixels.
 _HEIGHT = 560
 
@@ -44,25 +44,25 @@ def page_of(result: Result, title: str | None = None) -> str:
         return _picture(plot_graph(result)[0], title or repr(result))
     assert isinstance(result, Comparison | Decomposition | LogitContributions)
     if isinstance(result, Comparison):
-        heading, found = "Comparison of methods", _of_comparison(result)
+        heading, facts_by_example = "Comparison of methods", _comparison_facts(result)
     else:
-        heading, found = "Decomposition of the output", _of_decomposition(result)
+        heading, facts_by_example = "Decomposition of the output", _decomposition_facts(result)
     examples = []
-    for number, facts in enumerate(found):
+    for number, facts in enumerate(facts_by_example):
         count = max((len(row["values"]) for row in facts["rows"]), default=0)
-        numbered = [str(i) for i in range(count)]
-        listed = numbered if result.names is None else result.names[number]
-        words = as_words(listed)
+        indices = [str(i) for i in range(count)]
+        names = indices if result.names is None else result.names[number]
+        words = as_words(names)
         facts |= {"name": f"Example {number + 1}"}
-        facts |= {"words": words._asdict() | {"direction": direction_of("".join(listed))}}
+        facts |= {"words": words._asdict() | {"direction": direction_of("".join(names))}}
         facts["words"]["sentences"] = []
         examples.append(facts)
-    facts_of_all = {"examples": examples}
-    return whole_page("results.html", _STYLES, _SCRIPTS, title or heading, facts_of_all)
+    page_facts = {"examples": examples}
+    return whole_page("results.html", _STYLES, _SCRIPTS, title or heading, page_facts)
 
 
 def _picture(figure: Any, title: str) -> str:
-    """Return an HTML page with a matplotlib figure as its only picture."""
+    """Return an HTML page with a matplotlib figure as its only content."""
     file = io.StringIO()
     figure.savefig(file, format="svg", bbox_inches="tight")
     encoded = base64.b64encode(file.getvalue().encode()).decode("ascii")
@@ -73,59 +73,71 @@ def _picture(figure: Any, title: str) -> str:
     )
 
 
-def _of_comparison(found: Comparison) -> Iterator[dict[str, Any]]:
-    for number in range(len(next(iter(found.values()), ()))):
-        facts = _nothing_yet()
-        for name, relevance in found.items():
-            _place(facts, visible_text(name), relevance[number], found.names, holds_identity(name))
-            if name in found.sums:
-                (facts["rows"] or facts["maps"])[-1]["sum"] = found.sums[name][number].facts
+def _comparison_facts(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    """Yield each example's relevance by all methods, as JSON values."""
+    for number in range(len(next(iter(comparison.values()), ()))):
+        facts = _empty_facts()
+        for name, relevance in comparison.items():
+            label, identity = visible_text(name), holds_identity(name)
+            _add_relevance(facts, label, relevance[number], comparison.names, identity)
+            if name in comparison.sums:
+                # the entry that _add_relevance appended
+                (facts["rows"] or facts["maps"])[-1]["sum"] = comparison.sums[name][number].facts
         yield facts
 
 
-def _of_decomposition(found: Decomposition | LogitContributions) -> Iterator[dict[str, Any]]:
-    is_image = isinstance(found, Decomposition) and found.inputs.dim() == 4
-    relevance = found.inputs if is_image and isinstance(found, Decomposition) else found.tokens
-    for number in range(len(found.output)):
-        facts = _nothing_yet()
-        _place(facts, "relevance", relevance[number], found.names)
-        parts = {"tokens": relevance[number].sum(), "constants": found.bias[number]}
-        if isinstance(found, Decomposition):
-            parts["tokens that the model adds"] = found.virtual[number]
-            if found.by_others is not None:
-                parts["further inputs"] = found.by_others[number]
-            for role, values in (found.roles or {}).items():
+def _decomposition_facts(result: Decomposition | LogitContributions) -> Iterator[dict[str, Any]]:
+    """Yield each example's relevance, roles, constants and layers, as JSON values."""
+    is_image = isinstance(result, Decomposition) and result.inputs.dim() == 4
+    relevance = result.inputs if is_image and isinstance(result, Decomposition) else result.tokens
+    for number in range(len(result.output)):
+        facts = _empty_facts()
+        _add_relevance(facts, "relevance", relevance[number], result.names)
+        parts = {"tokens": relevance[number].sum(), "constants": result.bias[number]}
+        if isinstance(result, Decomposition):
+            parts["tokens that the model adds"] = result.virtual[number]
+            if result.by_others is not None:
+                parts["further inputs"] = result.by_others[number]
+            for role, values in (result.roles or {}).items():
                 if bool(values[number].any()) and not is_image:
-                    _place(facts, f"as {role}", values[number], found.names)
-        told = {"tokens", "constants"}
-        sums = [[name, short(float(x))] for name, x in parts.items() if name in told or bool(x)]
-        facts["sum"] = {"parts": sums, "output": short(float(found.output[number]))}
-        ordered = sorted(found.biases.items(), key=lambda item: -abs(float(item[1][number])))
-        facts["biases"] = [[visible_text(n), short(float(x[number]))] for n, x in ordered[:_LISTED]]
-        facts["layers"] = list(_layers(found, number))
-        for row in facts["rows"]:  # of one unit, so that roles compare
-            row["scale"] = max(_largest(each["values"]) for each in facts["rows"])
+                    _add_relevance(facts, f"as {role}", values[number], result.names)
+        always = {"tokens", "constants"}  # other parts are listed unless they are 0
+        listed = [[name, short(float(x))] for name, x in parts.items() if name in always or bool(x)]
+        facts["sum"] = {"parts": listed, "output": short(float(result.output[number]))}
+        constants = sorted(result.biases.items(), key=lambda item: -abs(float(item[1][number])))
+        largest = constants[:_MAX_CONSTANTS]
+        facts["biases"] = [[visible_text(k), short(float(x[number]))] for k, x in largest]
+        facts["layers"] = list(_layer_values(result, number))
+        for row in facts["rows"]:  # one color scale, so that roles can be compared
+            row["scale"] = max(_largest(other["values"]) for other in facts["rows"])
         yield facts
 
 
-def _layers(found: Decomposition | LogitContributions, number: int) -> Iterator[list[float]]:
-    """Yield the relevance of tokens at each layer's input, or in each layer's part of a logit."""
-    by_layer = found.streams if isinstance(found, Decomposition) else tuple(found.layers)
-    length = found.tokens.shape[1]
+def _layer_values(result: Decomposition | LogitContributions, number: int) -> Iterator[list[float]]:
+    """Yield one example's relevance of tokens at each layer's input, or in each layer's logit part.
+
+    Layers with a different number of tokens are left out.
+    """
+    by_layer = result.streams if isinstance(result, Decomposition) else tuple(result.layers)
+    length = result.tokens.shape[1]
     for values in by_layer:
-        of_tokens = values[number].reshape(len(values[number]), -1).sum(-1)
-        if len(of_tokens) == length:
-            yield _short(of_tokens)
+        token_sums = values[number].reshape(len(values[number]), -1).sum(-1)
+        if len(token_sums) == length:
+            yield _rounded(token_sums)
 
 
-def _nothing_yet() -> dict[str, Any]:
+def _empty_facts() -> dict[str, Any]:
+    """Return the JSON values of an example to which nothing is added yet."""
     return {"rows": [], "maps": [], "sum": None, "biases": [], "layers": []}
 
 
-def _place(
+def _add_relevance(
     facts: dict[str, Any], name: str, relevance: Tensor, names: Names | None, identity: bool = False
 ) -> None:
-    """Add one example's relevance to ``facts``: a vector as colored tokens, a matrix as a map."""
+    """Add one example's relevance to ``facts``: a vector as colored tokens, a matrix as a map.
+
+    ``names`` are the tokens' names; ``identity`` is whether the method adds the identity matrix.
+    """
     values = relevance.detach().cpu().double()
     if values.dim() == 3:  # channels of an image
         values = values.sum(0)
@@ -133,19 +145,21 @@ def _place(
         values = values.sum(-1)
     if values.dim() == 2:
         size = list(values.shape)
-        facts["maps"].append({"name": name, "size": size, "values": _short(values.flatten())})
+        facts["maps"].append({"name": name, "size": size, "values": _rounded(values.flatten())})
         return
-    found = _short(values)
-    own = max(range(len(found)), key=lambda i: abs(found[i])) if identity and found else None
-    note = "" if own is None else "The query token's value includes the identity matrix."
-    if is_negligible(found, own):
+    scores = _rounded(values)
+    # with the identity, the query token has the largest entry
+    query = max(range(len(scores)), key=lambda i: abs(scores[i])) if identity and scores else None
+    note = "" if query is None else "The query token's value includes the identity matrix."
+    if is_negligible(scores, query):
         note += " All other values are negligible." if identity else "All values are zero."
-    facts["rows"].append({"name": name, "values": found, "note": note, "scale": _largest(found)})
+    row = {"name": name, "values": scores, "note": note, "scale": _largest(scores)}
+    facts["rows"].append(row)
 
 
 def _largest(values: Sequence[float]) -> float:
     return max(map(abs, values), default=0.0)
 
 
-def _short(values: Tensor) -> list[float]:
+def _rounded(values: Tensor) -> list[float]:
     return [short(value) for value in values.flatten().tolist()]

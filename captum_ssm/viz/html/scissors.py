@@ -25,126 +25,143 @@ from .outline import Outline, label_of
 from .page import short
 
 #: The number of strongest messages that are also cut in pairs.
-_PAIRED = 8
+_NUMBER_PAIRED = 8
 #: The number of likeliest classes that are stored for each run.
-_NAMED = 5
+_LIKELIEST = 5
 #: Of this number of cuts, one cuts all messages from a token.
-_WHOLE = 4
+_CUTS_PER_SENDER = 4
 #: The largest numbers of copies, of tokens, and of output entries in one batch.
 _COPIES, _TOKENS, _ENTRIES = 16, 256, 2**26
 #: The keys of a row; the layer and the target are None for all messages from a token.
-_ROW = ("layer", "source", "target", "effect", "first_order", "call")
+_ROW_KEYS = ("layer", "source", "target", "effect", "first_order", "call")
 #: The indices of the edges that are cut.
 State = tuple[int, ...]
 
 
-def cuts_of(subject: Subject, example: ShownExample, known: Outline, count: int) -> dict[str, Any]:
+def cuts_of(
+    subject: Subject, example: ShownExample, outline: Outline, count: int
+) -> dict[str, Any]:
     """Return the messages and senders of the largest effects, and the outputs without them.
 
-    A state has the output without some messages: the explained number, its probability, and the
-    likeliest answers' label indices and probabilities. A state's name lists the indices of the cut
-    messages, such as ``"0-3"``, or is ``""`` without cuts.
+    A state's name lists the indices of the cut messages, such as ``"0-3"``, or is ``""`` without
+    cuts. Its value are the scores of the output, see :class:`_CutRuns`.
     """
-    told: dict[str, Any] = {"rows": [], "states": {}, "labels": [], "classes": 0, "obstacle": None}
+    facts: dict[str, Any] = {"rows": [], "states": {}, "labels": [], "classes": 0, "obstacle": None}
     if count == 0:
-        return told
+        return facts
     try:
-        return told | _cut(subject, example, known, count)
-    except CaptumSSMError as error:  # which leaves all else to be shown
-        return told | {"obstacle": str(error)}
+        return facts | _cut_facts(subject, example, outline, count)
+    except CaptumSSMError as error:  # the page then shows the other parts
+        return facts | {"obstacle": str(error)}
 
 
-def _cut(subject: Subject, example: ShownExample, known: Outline, count: int) -> dict[str, Any]:
-    given = example.inputs, known.target, example.additional
-    effects = EdgeEffects(subject.forward_func, subject.module, subject.layers).attribute(*given)
-    real = {token: place for place, token in enumerate(known.real)}
-    edges = [x for x in effects.top(count)[0] if x.source in real and x.target in real]
+def _cut_facts(
+    subject: Subject, example: ShownExample, outline: Outline, count: int
+) -> dict[str, Any]:
+    """Return the facts of :func:`cuts_of`; none if no message is between unpadded tokens.
+
+    Cuts are first listed by estimated effect, and then, after a run for each, by true effect.
+    """
+    effects = EdgeEffects(subject.forward_func, subject.module, subject.layers).attribute(
+        example.inputs, outline.target, example.additional
+    )
+    position = {token: i for i, token in enumerate(outline.unpadded)}
+    edges = [x for x in effects.top(count)[0] if x.source in position and x.target in position]
     if not edges:
         return {}
+    # a sender is cut in all layers, which must all be explained and have the same tokens
     sent: dict[int, float] = {}
-    alike = len({layer.linear.operator.shape.tokens for layer in effects.layers}) == 1
-    for x in edges if alike and subject.layers is None else ():  # a dot cuts in all layers
-        if x.source != x.target:
-            sent[x.source] = sent.get(x.source, 0.0) + abs(x.effect)
-    senders = sorted(sent, key=lambda token: -sent[token])[: count // _WHOLE]
+    same_tokens = len({layer.linear.operator.shape.tokens for layer in effects.layers}) == 1
+    for edge in edges if same_tokens and subject.layers is None else ():
+        if edge.source != edge.target:
+            sent[edge.source] = sent.get(edge.source, 0.0) + abs(edge.effect)
+    senders = sorted(sent, key=lambda token: -sent[token])[: count // _CUTS_PER_SENDER]
     del edges[count - len(senders) :]
-    found: list[Edge | int] = [*edges, *senders]
+    cuts: list[Edge | int] = [*edges, *senders]
     run = Interventions(
-        *(subject.forward_func, subject.module, example.inputs, example.additional, known.target),
+        *(subject.forward_func, subject.module, example.inputs, example.additional, outline.target),
         at_a_time=max(1, min(_COPIES, _TOKENS // effects.tokens)),
         tokens=effects.tokens,
     )
-    runs = _CutRuns(subject, known, run)
-    states = runs.of([], [()])
+    runs = _CutRuns(subject, outline, run)
+    states = runs.scores_by_state([], [()])  # sets runs.entries, which limit the batch
     run.at_a_time = max(1, min(run.at_a_time, _ENTRIES // runs.entries))
-    singles = list(runs.of(found, [(n,) for n in range(len(found))]).values())
-    whole = states[""][0]
-    order = sorted(range(len(found)), key=lambda n: (n >= len(edges), -abs(whole - singles[n][0])))
-    found = [found[n] for n in order]
-    states |= {str(n): singles[old] for n, old in enumerate(order)}
-    paired = min(_PAIRED, len(edges))
-    pairs = [*combinations(range(paired), 2), *((0, n) for n in range(paired, len(found)))]
-    states |= runs.of(found, pairs)
+    singles = list(runs.scores_by_state(cuts, [(n,) for n in range(len(cuts))]).values())
+    uncut = states[""][0]
+    # edges before senders, the largest true effect first
+    order = sorted(range(len(cuts)), key=lambda n: (n >= len(edges), -abs(uncut - singles[n][0])))
+    cuts = [cuts[n] for n in order]
+    states |= {str(i): singles[n] for i, n in enumerate(order)}
+    in_pairs = min(_NUMBER_PAIRED, len(edges))
+    pairs = [*combinations(range(in_pairs), 2), *((0, i) for i in range(in_pairs, len(cuts)))]
+    states |= runs.scores_by_state(cuts, pairs)
     mixers = [mixer.name for mixer in find_mixers(subject.module)]
-    told: list[tuple[Any, ...]] = []
-    for cut in found:
+    rows: list[tuple[Any, ...]] = []
+    for cut in cuts:
         if isinstance(cut, int):
             effect = float(effects.of(Edges(sources=cut, targets="other"))[0])
-            call, rough = f"Edges(sources={cut}, targets='other')", bool(effects.first_order)
-            told.append((None, real[cut], None, short(effect), rough, call))
+            call, estimated = f"Edges(sources={cut}, targets='other')", bool(effects.first_order)
+            rows.append((None, position[cut], None, short(effect), estimated, call))
         else:
-            ends = cut.layer, real[cut.source], real[cut.target]
-            told.append((*ends, short(cut.effect), cut.first_order, _call(cut, mixers)))
-    rows = [dict(zip(_ROW, row, strict=True)) for row in told]
-    return {"rows": rows, "states": states, "labels": runs.labels, "classes": runs.classes}
+            ends = cut.layer, position[cut.source], position[cut.target]
+            rows.append((*ends, short(cut.effect), cut.first_order, _call(cut, mixers)))
+    facts = [dict(zip(_ROW_KEYS, row, strict=True)) for row in rows]
+    return {"rows": facts, "states": states, "labels": runs.labels, "classes": runs.classes}
 
 
 class _CutRuns:
-    """Runs the model while messages are cut, and returns the scores that a page stores."""
+    """Runs the model while messages are cut, and returns the scores that a page stores.
 
-    def __init__(self, subject: Subject, known: Outline, run: Interventions) -> None:
-        self.subject, self.known, self.run = subject, known, run
+    A state is the indices of the cut messages. Its scores are the explained number, its
+    probability, and index in ``labels`` and probability of each of the likeliest classes.
+    """
+
+    def __init__(self, subject: Subject, outline: Outline, run: Interventions) -> None:
+        self.subject, self.outline, self.run = subject, outline, run
         #: Names of classes, the explained class first, and the index of each class in the list.
-        self.labels = (
-            [visible_text(known.predictions[known.asked].label)] if known.predictions else []
-        )
-        self._places: dict[int, int] = {}
+        explained = outline.predictions[outline.explained_index :][:1]  # none if it is no class
+        self.labels = [visible_text(prediction.label) for prediction in explained]
+        self._index_by_class: dict[int, int] = {}
+        #: The number of classes, and of entries of one example's output; set by each run.
         self.classes, self.entries = 0, 1
 
-    def of(self, edges: Sequence[Edge | int], states: Sequence[State]) -> dict[str, list[float]]:
-        """Run the model for each set of cut edges; return the stored scores by state name."""
-        cuts = [[edges[n] for n in state] for state in states]
+    def scores_by_state(
+        self, edges: Sequence[Edge | int], states: Sequence[State]
+    ) -> dict[str, list[float]]:
+        """Run the model in each state, with indices into ``edges``; return scores by state name."""
+        cuts = [[edges[i] for i in state] for state in states]
         outputs = self.run.outputs(cuts) if any(cuts) else [([0], self.run.uncut().output)]
-        said = {n: row for some, x in outputs for n, row in zip(some, self._rows(x), strict=True)}
-        return {"-".join(map(str, state)): said[n] for n, state in enumerate(states)}
+        scores: dict[int, list[float]] = {}
+        for indices, output in outputs:
+            scores |= zip(indices, self._scores(output), strict=True)
+        return {"-".join(map(str, state)): scores[i] for i, state in enumerate(states)}
 
-    def _rows(self, output: Tensor) -> Iterator[list[float]]:
-        """Yield scores to store for each output: explained number, probability, best classes."""
+    def _scores(self, output: Tensor) -> Iterator[list[float]]:
+        """Yield the scores of each copy of the example in a batch's output."""
         self.entries = output[0].numel()
-        index = self.run.index(output[:1])
-        scores = self.run.explained(output).tolist()
-        for copy, score in enumerate(scores):
-            row = [round(score, 4)]
-            if index is not None and self.known.predictions:
-                *place, asked = index[0].tolist()
-                self._places.setdefault(asked, 0)
-                chances = output[(copy, *place)].cpu().double().softmax(-1)
-                best = chances.topk(min(_NAMED, len(chances)))
-                self.classes = len(chances)
-                row.append(_chance(float(chances[asked])))
-                for k, chance in zip(best.indices.tolist(), best.values.tolist(), strict=True):
-                    row += [self._place(k, output), _chance(chance)]
-            yield row
+        index = self.run.index(output[:1])  # of the explained class; the same for all copies
+        for copy, value in enumerate(self.run.explained(output).tolist()):
+            scores = [round(value, 4)]
+            if index is not None and self.outline.predictions:
+                *place, explained = index[0].tolist()
+                self._index_by_class.setdefault(explained, 0)
+                probabilities = output[(copy, *place)].cpu().double().softmax(-1)
+                best = probabilities.topk(min(_LIKELIEST, len(probabilities)))
+                self.classes = len(probabilities)
+                scores.append(_rounded_probability(float(probabilities[explained])))
+                for c, chance in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+                    scores += [self._label_index(c, output), _rounded_probability(chance)]
+            yield scores
 
-    def _place(self, k: int, output: Tensor) -> int:
-        """Return the index of class ``k`` in ``labels``, to which new classes are added."""
-        if k not in self._places:
-            self._places[k] = len(self.labels)
-            self.labels.append(visible_text(label_of(self.subject, k, output)))
-        return self._places[k]
+    def _label_index(self, c: int, output: Tensor) -> int:
+        """Return the index of class ``c`` in ``labels``, to which new classes are added."""
+        if c not in self._index_by_class:
+            self._index_by_class[c] = len(self.labels)
+            self.labels.append(visible_text(label_of(self.subject, c, output)))
+        return self._index_by_class[c]
 
 
-def _chance(chance: float) -> float:
+def _rounded_probability(chance: float) -> float:
     """Round a probability to a few digits, but not to exactly 0 or 1."""
     if chance < 1e-4:
         return float(f"{chance:.2g}")

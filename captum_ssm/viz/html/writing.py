@@ -45,8 +45,8 @@ def check_format(
 ) -> None:
     """Raise OptionError unless ``formats`` has the file's ending."""
     if out.suffix.lower() not in formats:
-        known = ", ".join(f"{end} ({what})" for end, what in formats.items())
-        raise OptionError(f"{option} {out} has an ending that is not accepted. Use {known}.")
+        accepted = ", ".join(f"{end} ({what})" for end, what in formats.items())
+        raise OptionError(f"{option} {out} has an ending that is not accepted. Use {accepted}.")
 
 
 def is_page(out: Path) -> bool:
@@ -57,37 +57,37 @@ def is_page(out: Path) -> bool:
 def write(
     subject: Subject,
     examples: Sequence[ShownExample],
-    found: Sequence[Explanation],
+    explanations: Sequence[Explanation],
     model: str,
     title: str,
     out: Path,
 ) -> list[Path]:
     """Write explanations in the format that the file's ending selects; return all paths."""
     if is_page(out):
-        write_whole(out, _report(subject, found, title))
+        write_whole(out, _page_of(subject, explanations, title))
     elif out.suffix.lower() == ".csv":
-        write_csv(found, out)
+        write_csv(explanations, out)
     elif out.suffix.lower() == ".json":
-        write_whole(out, json_of(found, model))
+        write_whole(out, json_of(explanations, model))
     else:
-        images = [each.inputs[0] for each in examples] if examples[0].is_image else None
-        return write_pictures(found, images, title, out)
+        images = [example.inputs[0] for example in examples] if examples[0].is_image else None
+        return write_pictures(explanations, images, title, out)
     return [out]
 
 
-def _report(subject: Subject, found: Sequence[Explanation], title: str) -> str:
+def _page_of(subject: Subject, explanations: Sequence[Explanation], title: str) -> str:
     """Return the HTML of a report."""
     facts = {
         "model": type(subject.module).__name__,
-        "layers": len(found[0].layers),
-        "families": list(dict.fromkeys(layer.architecture for layer in found[0].layers)),
-        "examples": [explanation.page_facts for explanation in found],
+        "layers": len(explanations[0].layers),
+        "families": list(dict.fromkeys(layer.architecture for layer in explanations[0].layers)),
+        "examples": [explanation.page_facts for explanation in explanations],
     }
-    blocks = {name: data for explanation in found for name, data in explanation.blocks.items()}
+    blocks = {name: data for x in explanations for name, data in x.blocks.items()}
     return page(title, facts, blocks)
 
 
-def json_of(found: Sequence[Explanation], model: str) -> str:
+def json_of(explanations: Sequence[Explanation], model: str) -> str:
     """Return each example's tokens, predictions and relevance as JSON, in full precision.
 
     ``accounts`` has the output, ``bias`` (constants) and ``delta`` (missing) for methods that
@@ -96,38 +96,38 @@ def json_of(found: Sequence[Explanation], model: str) -> str:
     ``roles`` has relevance by role. ``contrast`` is the alternative to the target.
     """
     examples = []
-    for each in found:
-        methods = each.facts["methods"]
+    for explanation in explanations:
+        methods = explanation.facts["methods"]
         facts = {
-            "explained": each.facts["explained"],
-            "predictions": each.facts["predictions"],
-            "tokens": list(each.tokens),
-            "ids": each.ids,
+            "explained": explanation.facts["explained"],
+            "predictions": explanation.facts["predictions"],
+            "tokens": list(explanation.tokens),
+            "ids": explanation.ids,
             "relevance": {m["name"]: m["values"] for m in methods},
             "sums": {m["name"]: m["sum"] for m in methods if m["sum"]},
             "roles": {m["name"]: m["roles"] for m in methods if m["roles"]},
             "contrast": {m["name"]: m["contrast"] for m in methods if m["contrast"] is not None},
-            "accounts": {name: sums._asdict() for name, sums in each.accounts.items()},
+            "accounts": {name: account._asdict() for name, account in explanation.accounts.items()},
         }
         examples.append(facts)
     return json.dumps({"model": model, "examples": examples}, indent=1, allow_nan=False) + "\n"
 
 
-def write_csv(found: Sequence[Explanation], out: Path) -> None:
+def write_csv(explanations: Sequence[Explanation], out: Path) -> None:
     """Write relevance with one row for each example and token, and one column per method."""
     text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    names = [method["name"] for method in found[0].facts["methods"]]
-    rows.writerow(["example", "position", "token", *names])
-    for example, explanation in enumerate(found):
+    writer = csv.writer(text, lineterminator="\n")
+    names = [method["name"] for method in explanations[0].facts["methods"]]
+    writer.writerow(["example", "position", "token", *names])
+    for example, explanation in enumerate(explanations):
         columns = [method["values"] for method in explanation.facts["methods"]]
         for position, row in enumerate(zip(explanation.tokens, *columns, strict=True)):
-            rows.writerow([example, position, *row])
+            writer.writerow([example, position, *row])
     write_whole(out, text.getvalue())
 
 
 def write_pictures(
-    found: Sequence[Explanation], images: Sequence[Tensor] | None, title: str, out: Path
+    explanations: Sequence[Explanation], images: Sequence[Tensor] | None, title: str, out: Path
 ) -> list[Path]:
     """Write pictures of each example, and of each method's roles in texts, to numbered files."""
     paths = []
@@ -137,10 +137,10 @@ def write_pictures(
             figure.savefig(file, dpi=150)
         paths.append(path)
 
-    for number, explanation in enumerate(found):
+    for number, explanation in enumerate(explanations):
         facts = explanation.facts
         heading = f"{title}: {facts['explained']}"
-        scores = {_caption(m): _scores(m) for m in facts["methods"]}
+        scores = {_caption(method): _scores(method) for method in facts["methods"]}
         grid = None if facts["image"] is None else facts["image"]["grid"]
         if images is None or grid is None:
             figure, _ = plot_text(explanation.tokens, scores, title=heading)
@@ -148,48 +148,56 @@ def write_pictures(
             cells = torch.tensor(facts["image"]["cells"])
             maps = {name: values[cells].view(*grid) for name, values in scores.items()}
             figure, _ = plot_image(images[number], maps, title=heading)
-        telling = [m for m in facts["methods"] if m["roles"]]
-        path, *of_roles = _of_example(out, number, len(telling))
+        with_roles = [method for method in facts["methods"] if method["roles"]]
+        path, *role_paths = _example_files(out, number, len(with_roles))
         write(figure, path)
-        for place, method in zip(of_roles, telling, strict=True):
-            roles = {role: _filled(values) for role, values in method["roles"].items()}
+        for role_path, method in zip(role_paths, with_roles, strict=True):
+            roles = {role: _without_none(values) for role, values in method["roles"].items()}
             heading = f"{method['name']}: {facts['explained']}"
             figure, _ = plot_roles(explanation.tokens, roles, title=heading)
-            write(figure, place)
+            write(figure, role_path)
     return paths
 
 
 def picture_files(out: Path, examples: int, roles: int = 0) -> list[Path]:
-    """Return the paths of the picture files of several examples."""
-    return [path for number in range(examples) for path in _of_example(out, number, roles)]
+    """Return paths of the pictures of examples, each with the roles of ``roles`` methods."""
+    return [path for number in range(examples) for path in _example_files(out, number, roles)]
 
 
-def _of_example(out: Path, number: int, roles: int) -> list[Path]:
+def _example_files(out: Path, number: int, roles: int) -> list[Path]:
+    """Return paths of an example's picture, and of the pictures of roles by ``roles`` methods."""
     path = _numbered(out, number)
-    of_roles = path.with_stem(f"{path.stem}-roles")
-    return [path, *(_numbered(of_roles, place) for place in range(roles))]
+    first_of_roles = path.with_stem(f"{path.stem}-roles")
+    return [path, *(_numbered(first_of_roles, i) for i in range(roles))]
 
 
 def _numbered(path: Path, number: int) -> Path:
+    """Return a path with a number before its ending, such as "a-2.png" for number 1."""
     return path if number == 0 else path.with_stem(f"{path.stem}-{number + 1}")
 
 
-def largest(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5) -> str:
-    """Return text lines: a method's most relevant words, each role's best word, and the sum."""
+def summary_lines(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5) -> str:
+    """Return text lines: a method's most relevant words, each role's best word, and the sum.
 
-    def first(scores: Tensor, count: int) -> str:
+    ``facts`` and ``method`` are JSON values of an example and of one of its methods.
+    """
+
+    def strongest_words(scores: Tensor, count: int) -> str:
+        # from the last token on, add a token that continues a word to the token before
         names, sums = list(facts["tokens"]), scores.clone()
         for i in reversed(facts["shards"]):
             names[i - 1] += names[i].lstrip(SUBSCRIPTS)
             sums[i - 1 : i + 1] = torch.tensor([sums[i - 1] + sums[i], 0.0])
-        best = sums.abs().topk(min(count, len(sums))).indices.tolist()
-        best = [i for i in best if i != method["own"] and sums[i]]
-        return ", ".join(f"{names[i]} ({sums[i]:+.3g}, token {i})" for i in best)
+        indices = sums.abs().topk(min(count, len(sums))).indices.tolist()
+        indices = [i for i in indices if i != method["own"] and sums[i]]
+        return ", ".join(f"{names[i]} ({sums[i]:+.3g}, token {i})" for i in indices)
 
     question = f"{method['question']} " if method.get("question") else ""
-    lines = [f"  {question}{_caption(method)}: {first(_scores(method), count)}"]
-    lines += [f"    {role}: {first(_filled(v), 1)}" for role, v in method["roles"].items()]
-    lines += [f"    {each['told']}" for each in [method.get("sum")] if each is not None]
+    lines = [f"  {question}{_caption(method)}: {strongest_words(_scores(method), count)}"]
+    for role, values in method["roles"].items():
+        lines.append(f"    {role}: {strongest_words(_without_none(values), 1)}")
+    if method.get("sum") is not None:
+        lines.append(f"    {method['sum']['told']}")
     return "\n".join(lines)
 
 
@@ -203,11 +211,12 @@ def _caption(method: Mapping[str, Any]) -> str:
 
 def _scores(method: Mapping[str, Any]) -> Tensor:
     """Return relevance (L,), with 0 for tokens without a number and for the query's own entry."""
-    scores = _filled(method["values"])
+    scores = _without_none(method["values"])
     if method["own"] is not None:
         scores[method["own"]] = 0.0
     return scores
 
 
-def _filled(values: Sequence[float | None]) -> Tensor:
+def _without_none(values: Sequence[float | None]) -> Tensor:
+    """Return values as a tensor (L,), with 0 for None."""
     return torch.tensor([0.0 if value is None else value for value in values], dtype=torch.float64)
