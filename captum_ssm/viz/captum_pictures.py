@@ -170,9 +170,8 @@ def captum_text(
         mismatch = f"relevance has {len(scores)} numbers for {len(tokens)} tokens"
         raise InputError(f"{mismatch}. Pass one number per token.")
     words = [html.escape(label) for label in as_words(tokens).labels]
-    classes = [
-        html.escape(visible_text(str(c))) if c != "" else "" for c in (predicted, true, explained)
-    ]
+    names = (str(c) for c in (predicted, true, explained))
+    classes = [html.escape(visible_text(name)) if name else "" for name in names]
     return visualization.VisualizationDataRecord(
         word_attributions=scores / (float(scores.abs().max()) or 1.0),
         pred_prob=probability,

@@ -293,11 +293,7 @@ def add_edge_legend(figure: Figure, effects: Tensor, positive: str, negative: st
     """Add a legend for the colors of edges that occur in the figure."""
     from matplotlib.lines import Line2D
 
-    entries = []
-    if bool((effects >= 0).any()):
-        entries.append((FOR, positive))
-    if bool((effects < 0).any()):
-        entries.append((AGAINST, negative))
-    lines = [Line2D([], [], color=color, linewidth=2.5) for color, _ in entries]
-    names = [name for _, name in entries]
-    figure.legend(lines, names, loc="outside lower left", ncols=2, fontsize=8, frameon=False)
+    signs = ((FOR, positive, effects >= 0), (AGAINST, negative, effects < 0))
+    entries = [(color, name) for color, name, occurs in signs if bool(occurs.any())]
+    lines = [Line2D([], [], color=color, label=name, linewidth=2.5) for color, name in entries]
+    figure.legend(handles=lines, loc="outside lower left", ncols=2, fontsize=8, frameon=False)

@@ -79,14 +79,12 @@ def plot_graph(
     words = WordRow.of(graph.tokens, {_token_of(graph, i) for i in chosen})
     depths = sorted({graph.nodes[i].depth for i in chosen} | {0})
     rows = {depth: row for row, depth in enumerate(depths)}
-    figure, axis = new_figure(
-        words.length * CELL[0] + 1.4, _ROW * len(rows) + 0.9 + 0.3 * bool(title)
-    )
+    height = _ROW * len(rows) + 0.9 + 0.3 * bool(title)
+    figure, axis = new_figure(words.length * CELL[0] + 1.4, height)
     set_word_ticks(axis, words)
     axis.set_ylim(-0.35, len(rows) - 0.4)
-    axis.set_yticks(
-        range(len(rows)), [_row_name(graph, depth, last) for depth in depths], fontsize=8
-    )
+    row_names = [_row_name(graph, depth, last) for depth in depths]
+    axis.set_yticks(range(len(rows)), row_names, fontsize=8)
     axis.tick_params(axis="y", length=0)
     positions = _node_positions(graph, chosen, words, rows)
     influence = torch.tensor([node.influence for node in graph.nodes], dtype=torch.double)
@@ -110,9 +108,8 @@ def plot_graph(
         size = _SMALLEST + (_LARGEST - _SMALLEST) * min(share, 1.0)
         axis.scatter(*positions[i], s=size, color=face, edgecolor="0.25", linewidth=1.0, zorder=2)
     _write_labels(axis, graph, positions, chosen)
-    add_edge_legend(
-        figure, torch.tensor([weight for *_, weight, _ in links] or [1.0]), "adds", "subtracts"
-    )
+    weights = torch.tensor([weight for *_, weight, _ in links] or [1.0])
+    add_edge_legend(figure, weights, "adds", "subtracts")
     if title:
         figure.suptitle(plot_label(title), x=0.01, ha="left", size=11)
     return figure, axis
@@ -120,17 +117,12 @@ def plot_graph(
 
 def nodes_to_draw(graph: Graph, most: int) -> list[int]:
     """Return indices of nodes to draw: the target, and up to ``most`` tokens and inner nodes."""
-    inner = [
-        i
-        for i, node in enumerate(graph.nodes[:-1])
-        if node.kind not in ("token", "constants") and node.influence > 0
-    ]
-    inner = sorted(inner, key=lambda i: -graph.nodes[i].influence)[:most]
-    tokens = [
-        i for i, node in enumerate(graph.nodes) if node.kind == "token" and node.influence > 0
-    ]
-    tokens = sorted(tokens, key=lambda i: -graph.nodes[i].influence)[:most]
-    return sorted([*tokens, *inner, len(graph.nodes) - 1])
+    nodes, last = graph.nodes, len(graph.nodes) - 1
+    ordered = [i for i in range(last) if nodes[i].influence > 0 and nodes[i].kind != "constants"]
+    ordered.sort(key=lambda i: -nodes[i].influence)
+    tokens = [i for i in ordered if nodes[i].kind == "token"][:most]
+    inner = [i for i in ordered if nodes[i].kind != "token"][:most]
+    return sorted([*tokens, *inner, last])
 
 
 def _check_by(graph: Graph, by: str) -> None:
@@ -198,11 +190,8 @@ def links_between(
 ) -> list[tuple[int, int, float, float]]:
     """Return (source, target, contribution, influence) of each edge that is large enough to draw.
 
-    Args:
-        edges: the edges of a graph, (n, n); the row is the target.
-        chosen: the nodes that are drawn.
-        influence: each node's influence, 1 for the target, (n,).
-        least: the smallest share of a target's input that is drawn. Default: 0.03.
+    Rows of ``edges`` (n, n) are targets. ``influence`` (n,) is 1 for the graph's target. ``least``
+    is the smallest share of a target's input that is drawn.
     """
     sizes = edges.abs().double()
     shares = sizes / sizes.sum(1, keepdim=True).clamp_min(1e-300)
@@ -215,10 +204,7 @@ def links_between(
 
 
 def _write_labels(
-    axis: Any,
-    graph: Graph,
-    positions: dict[int, tuple[float, float]],
-    chosen: Sequence[int],
+    axis: Any, graph: Graph, positions: dict[int, tuple[float, float]], chosen: Sequence[int]
 ) -> None:
     """Write labels beside nodes: the target's, then the most influential ones that have room."""
     from matplotlib.patheffects import withStroke

@@ -59,8 +59,7 @@ class Words(NamedTuple):
 def as_words(tokens: Sequence[str]) -> Words:
     """Return token labels, and the tokens that continue a word, end a line or are special.
 
-    Args:
-        tokens: names of the tokens; only :class:`~captum_ssm.viz.Tokens` are joined to words.
+    Only :class:`~captum_ssm.viz.Tokens` are joined to words.
 
     Example:
         >>> from captum_ssm.viz import Tokens

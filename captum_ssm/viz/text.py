@@ -108,10 +108,7 @@ def plot_text(
 
 
 def scores_per_token(values: Any, quantity: str, name: str, tokens: Sequence[str]) -> Tensor:
-    """Check that there is one number per token, and return a copy of the numbers (L,).
-
-    In errors, ``quantity`` is the kind of numbers and ``name`` their name.
-    """
+    """Check that there is one number per token, and return a copy (L,); errors use the names."""
     scores = finite_numbers(values, quantity).flatten().clone()
     if len(scores) != len(tokens):
         mismatch = f"{quantity} {name!r} has {len(scores)} numbers for {len(tokens)} tokens"
@@ -129,10 +126,7 @@ def _draw_tokens(
     limits: tuple[str, float, float],
     marked: Collection[int],
 ) -> None:
-    """Draw each token in a box colored by its score; boxes of one word touch.
-
-    ``cells`` and ``positions`` are the tokens' widths, and (line, column), as in wrap_words().
-    """
+    """Draw tokens, ``cells`` wide at (line, column), in boxes colored by score."""
     from matplotlib import colormaps
     from matplotlib.patches import Rectangle
 
@@ -146,17 +140,9 @@ def _draw_tokens(
         box = Rectangle(corner, left + width + right, 0.84, facecolor=color)
         box.set(edgecolor="black" if i in marked else "0.85", linewidth=1.6 if i in marked else 0.5)
         axis.add_patch(box)
-        axis.text(
-            column + width / 2,
-            line + 0.52,
-            plot_label(name),
-            ha="center",
-            va="center",
-            fontsize=8.5,
-            family=list(FAMILIES),
-            color="white" if _is_dark(color) else "black",
-            zorder=3,
-        )
+        style = {"ha": "center", "va": "center", "fontsize": 8.5, "family": list(FAMILIES)}
+        style["color"] = "white" if _is_dark(color) else "black"
+        axis.text(column + width / 2, line + 0.52, plot_label(name), zorder=3, **style)
 
 
 def _is_dark(color: Sequence[float]) -> bool:
@@ -167,10 +153,8 @@ def _is_dark(color: Sequence[float]) -> bool:
 def wrap_words(cells: Sequence[float], words: Words) -> tuple[list[tuple[int, float]], int]:
     """Arrange labels in lines; return each label's (line, column), and the number of lines.
 
-    Args:
-        cells: the width of each label in character cells.
-        words: the tokens; tokens of one word share a line if there is room, and lines of the text
-            begin new lines.
+    ``cells`` are the labels' widths in character cells. Tokens of one word share a line if there is
+    room, and lines of the text begin new lines.
     """
     positions: list[tuple[int, float]] = []
     line, column = 0, 0.0

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from ...attr import LatimFlow
 from ...attr.call.layout import PatchGrid
+from ...attr.comparison import Named
 from ...attr.engine.decompose import Decomposition
 from .example import ShownExample, Subject
 from .outline import Outline
+from .page import Facts
 from .parts import Account, account, options_of_parts, roles_of
 
 #: The 16-bit integer that encodes the largest absolute value of a row.
@@ -28,7 +30,7 @@ _TOKEN_BYTES = 40
 
 
 @dataclass(frozen=True, eq=False)
-class AnswerRelevance:
+class AnswerParts:
     """A method's relevance for one prediction.
 
     Attributes:
@@ -59,25 +61,18 @@ def relevance_by_answer(
     *,
     options: Mapping[str, Any],
     roles: bool,
-) -> list[AnswerRelevance]:
+) -> list[AnswerParts]:
     """Explain each of ``outline.targets``; one forward run serves all, with or without roles."""
     grid = PatchGrid(subject.module) if example.is_image else None
     with nullcontext() if grid is None else grid.watch():
+        accepted = options_of_parts(options)
         decompositions = method.decompose_each(
-            example.inputs,
-            outline.targets,
-            example.additional or None,
-            roles=roles,
-            **options_of_parts(options),
+            example.inputs, outline.targets, example.additional or None, roles=roles, **accepted
         )
+    tokens = [x.tokens if grid is None else grid.sums(x.inputs) for x in decompositions]
     return [
-        AnswerRelevance(
-            parts.tokens if grid is None else grid.sums(parts.inputs),
-            roles_of(parts),
-            account(parts),
-            _streams(parts, outline),
-        )
-        for parts in decompositions
+        AnswerParts(relevance, roles_of(x), account(x), _streams(x, outline))
+        for relevance, x in zip(tokens, decompositions, strict=True)
     ]
 
 
@@ -89,7 +84,7 @@ def _streams(parts: Decomposition, outline: Outline) -> Tensor | None:
     return torch.stack([x[0] for x in parts.streams]).detach().cpu().double()[:, outline.unpadded]
 
 
-def moved_by_layer(streams: Tensor | None, query: int | None) -> list[float] | None:
+def layer_moves(streams: Tensor | None, query: int | None) -> list[float] | None:
     """Return the relevance that each layer moves between tokens; None without ``streams``."""
     if streams is None:
         return None
@@ -110,31 +105,29 @@ def pack_rows(streams: Tensor) -> bytes:
     return scales.numpy().astype("<f4").tobytes() + steps.numpy().astype("<i2").tobytes()
 
 
-def estimated_bytes(outline: Outline) -> int:
-    """Estimate the bytes that one method's relevance by layer, token and role takes in a page."""
-    layers, tokens = len(outline.layers), len(outline.unpadded)
-    return len(outline.targets) * (layers * (4 + 2 * tokens) + _TOKEN_BYTES * tokens)
+def estimated_size(outlines: Sequence[Outline], methods: Named) -> int:
+    """Estimate the bytes that relevance by layer, token and role takes in a page, at most."""
+    count = sum(explains_several(method, {}) for method in methods.values())
+    sizes = ((len(x.targets), len(x.layers), len(x.unpadded)) for x in outlines)
+    return count * sum(k * (n * (4 + 2 * t) + _TOKEN_BYTES * t) for k, n, t in sizes)
 
 
 def answer_facts(
-    answers: Sequence[AnswerRelevance], values: Callable[[Tensor], list[float | None]], name: str
-) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """Return a method's answers as JSON values, and the layers' relevance as bytes by block name.
-
-    ``values`` converts relevance to a list; ``name`` begins the names of blocks.
-    """
+    answers: Sequence[AnswerParts], to_list: Callable[[Tensor], list[float | None]], prefix: str
+) -> tuple[list[Facts], dict[str, bytes]]:
+    """Return JSON values of a method's answers, and bytes of layers' relevance by block name."""
     facts, blocks = [], {}
     for index, answer in enumerate(answers):
-        block = None if answer.streams is None else f"{name}-{index}"
-        if answer.streams is not None and block is not None:  # the second test is for mypy
+        block = None if answer.streams is None else f"{prefix}-{index}"
+        if answer.streams is not None and block is not None:
             blocks[block] = pack_rows(answer.streams)
-        json_values = {
-            "values": values(answer.tokens),
-            "roles": {role: values(x) for role, x in answer.roles.items()},
+        values = {
+            "values": to_list(answer.tokens),
+            "roles": {role: to_list(x) for role, x in answer.roles.items()},
             "output": answer.account.output,
             "bias": answer.account.bias,
             "references": answer.account.references + answer.account.baselines,
             "streams": block,
         }
-        facts.append(json_values)
+        facts.append(values)
     return facts, blocks

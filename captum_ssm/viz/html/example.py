@@ -62,11 +62,7 @@ class Subject:
 
 
 def read_examples(
-    subject: Subject,
-    inputs: Any,
-    target: Any,
-    additional_forward_args: Any,
-    tokens: Names | None,
+    subject: Subject, inputs: Any, target: Any, additional_forward_args: Any, tokens: Names | None
 ) -> list[ShownExample]:
     """Split the user's inputs into single examples; texts become token ids."""
     reader = Reader(subject.codec, subject.forward_func, subject.module)
@@ -116,11 +112,9 @@ def _examples_of_texts(reader: Reader, texts: Any, target: Any) -> Iterator[Show
 
 
 def transformed(images: Any, transform: Callable[[Any], Any]) -> Tensor:
-    """Apply the user's transform to one or several images; return (B, C, H, W).
-
-    A transform's output is a tensor, or a mapping by an image processor of transformers.
-    """
+    """Apply the user's transform to one or several images; return (B, C, H, W)."""
     outputs = map(transform, images if isinstance(images, list | tuple) else [images])
+    # image processors of transformers return mappings
     tensors = (x["pixel_values"][0] if isinstance(x, Mapping) else x for x in outputs)
     return torch.stack(list(map(torch.as_tensor, tensors)))
 

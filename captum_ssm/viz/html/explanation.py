@@ -21,20 +21,13 @@ from ...errors import InputError
 from ..figure import finite_numbers
 from ..labels import as_words, direction_of, visible_text, word_continuations
 from ..overlay import rgb_image
-from .answers import (
-    AnswerRelevance,
-    answer_facts,
-    estimated_bytes,
-    explains_several,
-    moved_by_layer,
-    relevance_by_answer,
-)
+from .answers import AnswerParts, answer_facts, explains_several, layer_moves, relevance_by_answer
 from .example import ShownExample, Subject
 from .graph import graph_of
 from .lens import predictions_by_block
 from .outline import LayerOutline, Outline, patch_names
 from .packing import MAPS, maps_of
-from .page import short
+from .page import Facts, short
 from .parts import (
     Account,
     account,
@@ -51,16 +44,16 @@ from .scissors import cuts_of
 #: Methods as :func:`captum_ssm.compare` takes them.
 Methods: TypeAlias = Method | Sequence[Method] | Mapping[str, Method]
 
+#: A number for each token, or None for a token without a number.
+Values: TypeAlias = list[float | None]
+
 #: Steps of an example's progress bar: methods, other predictions, cuts, the graph and maps.
 _STEPS = 5
 
 
 @dataclass(frozen=True, eq=False)
-class ReportContents:
-    """The options of :func:`explain_all`, checked and with defaults filled in.
-
-    ``kept`` is the number of entries to keep in each row of a map.
-    """
+class Contents:
+    """Checked options of :func:`explain_all`; ``kept`` is the number of entries per map row."""
 
     methods: Named
     options: Mapping[str, Mapping[str, Any]] | None
@@ -86,7 +79,7 @@ class Explanation:
         accounts: the parts of the explained number, by method. Default: empty.
     """
 
-    facts: dict[str, Any]
+    facts: Facts
     tokens: Sequence[str]
     ids: list[int] | None
     layers: list[LayerOutline]
@@ -94,7 +87,7 @@ class Explanation:
     accounts: dict[str, Account] = field(default_factory=dict)
 
     @property
-    def page_facts(self) -> dict[str, Any]:
+    def page_facts(self) -> Facts:
         """The JSON values in ``facts``, rounded to the digits that a page shows."""
         methods = [
             _rounded(method) | {"answers": [_rounded(answer) for answer in method["answers"]]}
@@ -104,16 +97,9 @@ class Explanation:
 
 
 def explain_example(
-    subject: Subject,
-    example: ShownExample,
-    outline: Outline,
-    contents: ReportContents,
-    number: int,
+    subject: Subject, example: ShownExample, outline: Outline, contents: Contents, number: int
 ) -> Explanation:
-    """Explain one example with all methods, and collect the content of the example's page.
-
-    ``number`` is the example's index; it makes the names of its data blocks unique in the page.
-    """
+    """Explain an example with all methods, for a page; ``number`` is its index in the report."""
     has_grid = outline.grid is not None
     with step(0, _STEPS):
         comparison = compare(
@@ -135,11 +121,11 @@ def explain_example(
         cuts = cuts_of(subject, example, outline, contents.cuts)
     with step(3, _STEPS, "graph"):
         explained = (x[outline.explained_index] for x in answers.values())
-        moves_by_method = (moved_by_layer(x.streams, outline.query) for x in explained)
+        moves_by_method = (layer_moves(x.streams, outline.query) for x in explained)
         moves = next(moves_by_method, None)  # of the first method that has answers
         graph = graph_of(subject, example, outline, contents.graph, moves)
     blocks: dict[str, bytes] = {}
-    facts: dict[str, Any] = {
+    facts: Facts = {
         "name": f"Example {number + 1}",
         "explained": visible_text(outline.explained),
         "predictions": [
@@ -163,10 +149,8 @@ def explain_example(
         "maps": [],
     }
     for i, (name, method) in enumerate(zip(comparison, facts["methods"], strict=True)):
-        values = partial(_token_values, name, outline=outline)
-        method["answers"], streams = answer_facts(
-            answers.get(name, []), values, f"streams-{number}-{i}"
-        )
+        to_list, prefix = partial(_token_values, name, outline=outline), f"streams-{number}-{i}"
+        method["answers"], streams = answer_facts(answers.get(name, []), to_list, prefix)
         blocks |= streams
     for kind in contents.maps:
         layers = []
@@ -183,18 +167,11 @@ def explain_example(
 
 
 def _parts(
-    subject: Subject,
-    example: ShownExample,
-    outline: Outline,
-    contents: ReportContents,
-    names: Sequence[str],
-) -> tuple[
-    dict[str, Account], dict[str, dict[str, list[float | None]]], dict[str, list[AnswerRelevance]]
-]:
-    """Return accounts, roles and answers of the methods that decompose the output.
+    subject: Subject, example: ShownExample, outline: Outline, contents: Contents, names: list[str]
+) -> tuple[dict[str, Account], dict[str, dict[str, Values]], dict[str, list[AnswerParts]]]:
+    """Return, by method name, accounts, roles and answers of methods that decompose the output.
 
-    Each is a dict by method name. A method that explains all predictions gives roles and account of
-    the explained one; other methods run again, if their roles or accounts are needed.
+    Methods run again for them, once for all predictions if the page needs these.
     """
     accounts, roles, answers = {}, {}, {}
     for name, method_or_class in zip(names, contents.methods.values(), strict=True):
@@ -219,12 +196,6 @@ def _parts(
         accounts[visible_text(name)] = totals
         roles[name] = {role: _token_values(name, x, outline) for role, x in by_role.items()}
     return accounts if contents.accounts else {}, roles, answers
-
-
-def estimated_size(outlines: Sequence[Outline], methods: Named) -> int:
-    """Return an upper bound of the bytes that the relevance of layers' inputs takes in a page."""
-    count = sum(explains_several(method, {}) for method in methods.values())
-    return count * sum(estimated_bytes(outline) for outline in outlines)
 
 
 def _token_names(example: ShownExample, outline: Outline) -> Sequence[str]:
@@ -253,10 +224,10 @@ def sentences_of(names: Sequence[str]) -> list[int]:
 
 def _method_facts(
     comparison: Comparison,
-    roles: Mapping[str, Mapping[str, list[float | None]]],
-    contents: ReportContents,
+    roles: Mapping[str, Mapping[str, Values]],
+    contents: Contents,
     outline: Outline,
-) -> list[dict[str, Any]]:
+) -> list[Facts]:
     """Return one dict of JSON values for each method: name, relevance, sum, roles and options.
 
     The entry ``"own"`` of a dict is the query token if the method adds the identity, else None.
@@ -266,7 +237,7 @@ def _method_facts(
         relevance = comparison[name]
         values = _token_values(name, relevance, outline)
         own = outline.query if holds_identity(method) else None  # not comparable with others
-        facts: dict[str, Any] = {"name": visible_text(name), "values": values, "own": own}
+        facts: Facts = {"name": visible_text(name), "values": values, "own": own}
         facts |= {"silent": is_negligible(values, own), "pixels": _packed_pixels(relevance)}
         options = (contents.options or {}).get(name, {})
         facts["contrast"] = _as_json(options.get("contrast"))
@@ -283,7 +254,7 @@ def _as_json(contrast: Any) -> Any:
     return contrast if is_plain else np.asarray(contrast).tolist()
 
 
-def _patch_options(contents: ReportContents) -> dict[str, Mapping[str, Any]]:
+def _patch_options(contents: Contents) -> dict[str, Mapping[str, Any]]:
     """Return the options, with ``per_token=True`` for methods without relevance per pixel."""
     options = dict(contents.options or {})
     for name, method in contents.methods.items():
@@ -292,20 +263,20 @@ def _patch_options(contents: ReportContents) -> dict[str, Mapping[str, Any]]:
     return options
 
 
-def _packed_pixels(relevance: Tensor) -> dict[str, Any] | None:
+def _packed_pixels(relevance: Tensor) -> Facts | None:
     """Sum an image's relevance (1, C, H, W) over channels and pack it; None for other shapes."""
     if relevance.dim() != 4:
         return None
     return raster(relevance[0].sum(0), extremes=False)._asdict()
 
 
-def _token_values(name: str, relevance: Tensor, outline: Outline) -> list[float | None]:
+def _token_values(name: str, relevance: Tensor, outline: Outline) -> Values:
     """Return relevance as a list, one number per token, and None for tokens without a patch."""
     if relevance.dim() == 4 and outline.grid is not None:
         relevance = patch_sums(relevance, outline.grid.size)
     scores = finite_numbers(relevance[0], f"the relevance by {name}")
     if scores.dim() == 2 and outline.grid is not None and tuple(scores.shape) == outline.grid.size:
-        by_token: list[float | None] = [None] * len(outline.unpadded)
+        by_token: Values = [None] * len(outline.unpadded)
         tokens, patch_scores = outline.grid.tokens.tolist(), scores.flatten().tolist()
         for token, score in zip(tokens, patch_scores, strict=True):
             by_token[token] = score
@@ -318,14 +289,14 @@ def _token_values(name: str, relevance: Tensor, outline: Outline) -> list[float 
     return list(scores[outline.unpadded].tolist())
 
 
-def _rounded(facts: Mapping[str, Any]) -> dict[str, Any]:
+def _rounded(facts: Mapping[str, Any]) -> Facts:
     """Round the relevance in a method's JSON values to a few digits."""
     rows = {"": facts["values"], **facts["roles"]}
     roles = {name: [None if x is None else short(x) for x in row] for name, row in rows.items()}
     return {**facts, "values": roles.pop(""), "roles": roles}
 
 
-def _image_facts(example: ShownExample, outline: Outline) -> dict[str, Any] | None:
+def _image_facts(example: ShownExample, outline: Outline) -> Facts | None:
     """Return the image as a data URL, with its size and grid of patches; None for a text."""
     if not example.is_image:
         return None

@@ -24,7 +24,7 @@ from ..labels import as_words, direction_of
 from .answers import pack_rows
 from .example import Subject
 from .explanation import Methods, sentences_of
-from .page import short, whole_page
+from .page import Facts, short, whole_page
 
 #: Files that are joined, in this order, to one style sheet and one script.
 _STYLES = ("common.css", "generated.css")
@@ -44,21 +44,18 @@ def explain_answers(
     options: Mapping[str, Any] | None = None,
     show_progress: bool = False,
 ) -> list[SSMLLMAttributionResult]:
-    """Explain the parts of an answer to each prompt.
+    """Explain the parts of an answer to each prompt in ``texts``.
 
     Args:
-        explain: the method with its tokenizer.
-        texts: the prompts.
         answer: the text that follows every prompt. Default: None, the model's generation.
         generate: number of generated tokens. Default: None, 25.
         spans, prompt_spans, hops, show_progress: see
             :meth:`~captum_ssm.SSMLLMAttribution.attribute`. Default: words, no hops, no bar.
         contrast: the contrast for methods that decompose an output. With ``"all"``, relevance
             vanishes if the model is nearly certain. Default: ``"mean"``.
-        options: further options of the method. Default: None.
     """
     arguments = dict(options or {})
-    if hasattr(explain.attr_method, "answer_in_turn"):  # only these methods have a contrast
+    if hasattr(explain.attr_method, "answer_in_turn"):  # the methods with a contrast
         arguments.setdefault("contrast", contrast)
     if answer is None and generate is not None:
         arguments["gen_args"] = {"max_new_tokens": generate, "do_sample": False}
@@ -141,15 +138,13 @@ def answers_page(
     """Return the HTML page of explained answers.
 
     Args:
-        results: the answers, each with its prompt.
-        title: the heading.
-        about: the line below the heading. Default: nothing.
+        about: the line below the heading ``title``. Default: nothing.
         identity: leave out each word's entries for itself and the word before, as needed for
             methods that add the identity. Default: False.
         names: names of the answers. Default: None, ``Example 1``, ...
     """
     check_labels(names, len(results), "names")
-    examples: list[dict[str, Any]] = []
+    examples: list[Facts] = []
     blocks: dict[str, bytes] = {}
     for number, result in enumerate(results):
         name = f"Example {number + 1}" if names is None else names[number]
@@ -186,10 +181,7 @@ def _as_list(inputs: Any) -> list[Any]:
 
 
 def _rows_by_hop(result: SSMLLMAttributionResult) -> list[tuple[Tensor, Tensor | None]]:
-    """Return each hop's relevance of prompt and answer (S, F + S), and of constants (S,) or None.
-
-    Without spans there is one hop.
-    """
+    """Return by hop: relevance of prompt and answer (S, F + S), and of constants (S,) or None."""
     if result.spans is None:
         assert result.token_attr is not None
         return [(torch.cat([result.token_attr, result.generated_attr], 1), None)]
@@ -213,7 +205,7 @@ def _without_query_entries(rows: Tensor) -> Tensor:
     return values
 
 
-def _text_facts(names: Sequence[str], pieces: Pieces | None) -> dict[str, Any]:
+def _text_facts(names: Sequence[str], pieces: Pieces | None) -> Facts:
     """Return a text's words, direction and first words of sentences, as JSON values."""
     tokens = Tokens(names, pieces)
     words = as_words(tokens)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import nn
 
@@ -17,6 +17,7 @@ from ...tracing import find_mixers
 from ..graphs import nodes_to_draw
 from .example import ShownExample, Subject
 from .outline import Outline
+from .page import Facts
 
 #: The largest number of rows between the words and the target.
 _MAX_ROWS = 12
@@ -36,16 +37,14 @@ def graph_of(
     outline: Outline,
     count: int,
     moves: Sequence[float] | None = None,
-) -> dict[str, Any]:
+) -> Facts:
     """Return the graph of the activations that contribute most, or why there is no graph.
 
-    Args:
-        subject, example, outline: the model, the example, and the facts from its forward run.
-        count: number of activations to follow.
-        moves: relevance that each layer moves between tokens. If not all blocks can be drawn, the
-            blocks that move most are drawn. Default: None, evenly spaced blocks.
+    ``count`` is the number of activations to follow, ``moves`` the relevance that each layer moves
+    between tokens. If not all blocks can be drawn, the blocks that move most are drawn; evenly
+    spaced blocks if ``moves`` is None.
     """
-    facts: dict[str, Any] = {key: [] for key in ("rows", "nodes", "links", "path")}
+    facts: Facts = {key: [] for key in ("rows", "nodes", "links", "path")}
     facts |= {"kind": "blocks", "places": 0, "how": "", "obstacle": None}
     if count == 0:
         return facts
@@ -105,7 +104,7 @@ def _select_rows(
     return [modules[-(-(i + 1) * count // min(count, limit)) - 1] for i in range(min(count, limit))]
 
 
-def _graph_facts(graph: Graph, outline: Outline, count: int) -> dict[str, Any]:
+def _graph_facts(graph: Graph, outline: Outline, count: int) -> Facts:
     """Return the nodes and links to draw as JSON values, with tokens counted without padding."""
     index = {id(node): i for i, node in enumerate(graph.nodes)}
     path = [index[id(node)] for node in graph.path()]
@@ -146,13 +145,9 @@ def _graph_facts(graph: Graph, outline: Outline, count: int) -> dict[str, Any]:
 def _strongest_links(
     graph: Graph, chosen: Sequence[int], path: Sequence[int], count: int
 ) -> list[Link]:
-    """Return the links of most relevance between ``chosen`` nodes that lead to the target.
-
-    These are at most 10 links per followed activation, and all links of ``path``.
-    """
-    links = [
-        (s, t, float(graph.edges[t, s])) for t in chosen for s in chosen if bool(graph.edges[t, s])
-    ]
+    """Return the strongest links and those of ``path``, without links that miss the target."""
+    pairs = [(s, t) for t in chosen for s in chosen if bool(graph.edges[t, s])]
+    links = [(s, t, float(graph.edges[t, s])) for s, t in pairs]
     path_links = set(pairwise(path))
     strongest = sorted(links, key=lambda link: -abs(link[-1]))[: _LINKS_PER_NODE * count]
     strongest += [link for link in links if link[:2] in path_links and link not in strongest]

@@ -22,6 +22,7 @@ from ...tracing.hooks import swapped, tensors_in
 from ..labels import visible_text
 from .example import ShownExample, Subject
 from .outline import Outline, label_of
+from .page import Facts
 
 #: The largest number of entries of all runs' outputs together; else some blocks are left out.
 _MAX_ENTRIES = 2**28
@@ -29,14 +30,11 @@ _MAX_ENTRIES = 2**28
 _MIN_BLOCKS = 2
 
 
-def predictions_by_block(
-    subject: Subject, example: ShownExample, outline: Outline
-) -> list[dict[str, Any]]:
+def predictions_by_block(subject: Subject, example: ShownExample, outline: Outline) -> list[Facts]:
     """Return the likeliest answer after each block, and the explained answer's probability.
 
-    Returns:
-        One entry per block in the order of the run. No entries if the explained output is not a
-        class, if the blocks are in no module list, or if the last entry is not the model's output.
+    The list is empty if the explained output is not a class, if the blocks are in no module list,
+    or if the last entry is not the model's output.
     """
     if not outline.predictions:
         return []
@@ -47,11 +45,11 @@ def predictions_by_block(
     calls: list[tuple[str, Any]] = []
     with torch.no_grad():
         with in_place_of(blocks, partial(_record_output, calls, blocks)):
-            final_output = _run(subject, example)
+            final_output = _logits(subject, example)
         outputs = []
         for name, block_output in _evenly_spaced(calls, _MAX_ENTRIES // final_output.numel()):
             with in_place_of(blocks, lambda *_, block_output=block_output, **__: block_output):
-                outputs.append((name, _run(subject, example)))
+                outputs.append((name, _logits(subject, example)))
     index = target_index(outline.target, final_output)
     if len(outputs) < _MIN_BLOCKS or index is None:
         return []
@@ -69,20 +67,17 @@ def _record_output(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a block's forward, and append its name and a copy of its output to ``calls``.
-
-    The copy is needed because a later block may change the output in place.
-    """
+    """Run a block's forward, and append its name and a copy of its output to ``calls``."""
     output = forward(*args, **kwargs)
+    # later blocks may change the output in place
     copies = {id(x): x.clone() for x in tensors_in(output)}
     calls.append((names[block], swapped(output, copies)))
     return output
 
 
-def _run(subject: Subject, example: ShownExample) -> Tensor:
-    """Run the model on an example, and return its logits."""
-    arguments = subject.forward_func, example.inputs, example.additional
-    return logits_of(call_model(*arguments)).detach()
+def _logits(subject: Subject, example: ShownExample) -> Tensor:
+    output = call_model(subject.forward_func, example.inputs, example.additional)
+    return logits_of(output).detach()
 
 
 def _evenly_spaced(calls: list[tuple[str, Any]], limit: int) -> list[tuple[str, Any]]:
@@ -93,7 +88,7 @@ def _evenly_spaced(calls: list[tuple[str, Any]], limit: int) -> list[tuple[str, 
 
 def _prediction(
     subject: Subject, name: str, output: Tensor, place: Sequence[int], explained: int
-) -> dict[str, Any]:
+) -> Facts:
     """Return a block's likeliest answer at ``place``, and the ``explained`` one's probability."""
     probabilities = output[(0, *place)].cpu().double().softmax(-1)
     best = int(probabilities.argmax())

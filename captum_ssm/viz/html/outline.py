@@ -98,23 +98,21 @@ def outline(subject: Subject, example: ShownExample) -> Outline:
             if first.map is not None:
                 grid = Grid(first.map.size, torch.arange(first.tokens))
             else:
-                grid = _patch_grid(probe, subject, example, first.tokens)
+                grid = _grid(probe, subject, example, first.tokens)
         mask = record.mask
     require_real_tokens(mask)
     is_real = torch.ones(layers[0].tokens, dtype=torch.bool) if mask is None else mask[0].cpu()
     unpadded = is_real.nonzero().flatten().tolist()
     target = _predicted_target(output, unpadded) if example.target is None else example.target
     target_place = target_index(target, output)
-    query = _query_position(output, target_place, record, mask)
+    query = _query(output, target_place, record, mask)
     ids = example.inputs[0] if output.dim() == 3 and example.inputs.dim() == 2 else None
     query = unpadded.index(query) if query in unpadded else None
     predictions = _predictions(subject, output.detach(), target_place, target, ids)
     return Outline(layers, unpadded, query, grid, target, *predictions)
 
 
-def _query_position(
-    output: Tensor, index: Tensor | None, record: Trace, mask: Tensor | None
-) -> int | None:
+def _query(output: Tensor, index: Tensor | None, record: Trace, mask: Tensor | None) -> int | None:
     """Return the position from which the output is read; None if it is not a single token."""
     try:
         weights = query_weights(None, output, index, record.layers[-1], mask)
@@ -124,9 +122,7 @@ def _query_position(
     return int(positions[0]) if len(positions) == 1 else None
 
 
-def _patch_grid(
-    probe: ImageProbe, subject: Subject, example: ShownExample, tokens: int
-) -> Grid | None:
+def _grid(probe: ImageProbe, subject: Subject, example: ShownExample, tokens: int) -> Grid | None:
     """Find which of the first layer's ``tokens`` are patches; None if they are no grid."""
 
     def run(image: Tensor) -> Any:
@@ -149,10 +145,7 @@ def _predicted_target(output: Tensor, unpadded: list[int]) -> Any:
 def _predictions(
     subject: Subject, output: Tensor, index: Tensor | None, target: Any, ids: Tensor | None
 ) -> tuple[str, list[LikelyClass], list[Any], int]:
-    """Return the last four fields of an Outline: the target in words, and the predictions.
-
-    ``index`` has the target's indices in the output; ``ids`` are the text's tokens, if any.
-    """
+    """Return an Outline's fields from ``explained`` on; ``ids`` are the text's tokens, if any."""
     if index is None:
         return f"the model's output, {float(output.flatten()[0]):.4g}", [], [target], 0
     *place, explained = index[0].tolist()  # the place is a position, or empty for a classifier
@@ -162,18 +155,18 @@ def _predictions(
     # impossible answers have no finite logit to explain
     likely = dict.fromkeys([*(c for c in best if bool(logits[c].isfinite())), explained])
     classes = [*likely, *_rivals([] if ids is None else ids.tolist(), place, logits, likely)]
+    labels = [label_of(subject, c, output) for c in classes]
     predictions = [
-        LikelyClass(
-            label_of(subject, c, output), float(logits[c]), float(chance[c]), c not in likely
-        )
-        for c in classes
+        LikelyClass(label, float(logits[c]), float(chance[c]), rival=c not in likely)
+        for c, label in zip(classes, labels, strict=True)
     ]
     explained_index = classes.index(explained)
     targets: list[Any] = [(*place, c) if place else c for c in classes]
     targets[explained_index] = target  # in the form in which the user passed it
-    label = label_of(subject, explained, output)
-    position = f", predicted after token {place[0]}" if output.dim() == 3 else ""
-    return f"the logit of “{label}”{position}", predictions, targets, explained_index
+    text = f"the logit of “{labels[explained_index]}”"
+    if output.dim() == 3:
+        text += f", predicted after token {place[0]}"
+    return text, predictions, targets, explained_index
 
 
 def _rivals(

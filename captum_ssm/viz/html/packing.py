@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +23,7 @@ from ...attr.call.progress import shown
 from ...errors import OptionError
 from .example import ShownExample, Subject
 from .outline import Outline
-from .page import short
+from .page import Facts, short
 
 #: Titles of the token-to-token maps, by value of the option ``matrices``.
 MAPS = {"attention": "Implicit attention", "contributions": "LATIM contributions"}
@@ -67,16 +66,13 @@ class PackedMap:
 
 
 def entries_kept(sizes: Sequence[int], room: int) -> int:
-    """Return the number of entries of each map row that fit into ``room`` bytes of a page.
-
-    ``sizes`` are the maps' numbers of tokens.
-    """
+    """Return how many entries of each row of maps with ``sizes`` tokens fit into ``room`` bytes."""
     if max(sizes) > _MOST_TOKENS:
         raise OptionError(
             f"matrices: a map of {max(sizes)} tokens is too large for a page; at most "
             f"{_MOST_TOKENS} are accepted. Use matrices=False (--maps with nothing after it)."
         )
-    # two numbers for each row, and the overview
+    # of each row's two numbers, and of the overviews
     fixed_bytes = sum(8 * size + min(size, _OVERVIEW) ** 2 for size in sizes)
     entries = (room - fixed_bytes) // (_ENTRY_BYTES * sum(sizes))
     if entries < min(_MIN_ENTRIES, *sizes):
@@ -95,7 +91,7 @@ def maps_of(
     kind: str,
     layers: Sequence[int],
     entries: int,
-) -> Iterator[tuple[dict[str, Any], bytes]]:
+) -> Iterator[tuple[Facts, bytes]]:
     """Yield each layer's map as JSON values and packed bytes; ``kind`` is a key of MAPS."""
     maps = _compute_maps(subject, example, outline, kind, layers)
     for index, matrix in zip(layers, maps, strict=True):
@@ -114,11 +110,7 @@ def maps_of(
 
 
 def _compute_maps(
-    subject: Subject,
-    example: ShownExample,
-    outline: Outline,
-    kind: str,
-    layers: Sequence[int],
+    subject: Subject, example: ShownExample, outline: Outline, kind: str, layers: Sequence[int]
 ) -> Iterator[Tensor]:
     """Yield each layer's map (L, L) without padding, with few maps in memory at a time."""
     method = (ImplicitAttention if kind == "attention" else LatimNorm)(

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 #: Files that are joined, in this order, to one style sheet and one script.
 _STYLES = ("common.css", "report.css", "scissors.css")
@@ -26,6 +26,8 @@ _SCRIPTS = (
     "graph.js", "scissors.js", "tip.js", "answers.js", "layers.js", "pointing.js", "report.js",
 )  # fmt: skip
 
+#: JSON values that a page's script reads.
+Facts: TypeAlias = dict[str, Any]
 #: Folders of the asset files, by suffix.
 _FOLDERS = MappingProxyType({"html": "pages", "js": "scripts", "css": "styles"})
 _PLACEHOLDER = re.compile(r"<!--(title|policy|style|script|data)-->")
@@ -51,10 +53,8 @@ def whole_page(
 ) -> str:
     """Return an HTML file that contains all styles, scripts and data.
 
-    Args:
-        skeleton: the name of the HTML file with placeholders.
-        styles, scripts: the names of files that are joined to one style and one script.
-        title, facts, blocks: the heading, JSON values, and bytes by name. Default of blocks: none.
+    Files ``styles`` and ``scripts`` are joined and put into the file ``skeleton``, with JSON values
+    ``facts`` and bytes by name.
     """
     style, script = (_without_comments("\n".join(map(asset, names))) for names in (styles, scripts))
     json_bytes = json.dumps(facts, allow_nan=False, separators=(",", ":")).encode()

@@ -20,8 +20,9 @@ from ...attr.engine.fold import at_indices as layers_wanted
 from ...attr.text.spans import Spans
 from ...errors import OptionError
 from ..figure import check_labels
+from .answers import estimated_size
 from .example import Names, ShownExample, Subject, find_subject, read_examples, transformed
-from .explanation import Explanation, Methods, ReportContents, estimated_size, explain_example
+from .explanation import Contents, Explanation, Methods, explain_example
 from .generated import report_answers
 from .outline import Outline, outline
 from .packing import MAPS, entries_kept
@@ -217,37 +218,28 @@ def explain_all(
 ) -> list[Explanation]:
     """Explain the examples of a report with all methods.
 
+    Other arguments are those of :func:`report`.
+
     Args:
-        subject: the model, with tokenizer and class names.
-        examples: the examples.
-        methods, options, matrices, shown_layers, megabytes, cuts, graph, show_progress: as
-            in :func:`report`, with the same defaults.
         accounts: also compute the bias and other parts of the explained number. Default: False.
         answers: also explain the other predictions, with methods that need no further run for them.
             Default: False.
     """
-    map_kinds = _map_kinds(matrices)
-    cuts_tried = _checked_count("cuts", cuts, _DEFAULT_CUTS * bool(map_kinds), _MAX_CUTS)
-    nodes_followed = _checked_count("graph", graph, _DEFAULT_NODES * bool(map_kinds))
+    kinds = _map_kinds(matrices)
+    cuts = _checked_count("cuts", cuts, _DEFAULT_CUTS * bool(kinds), _MAX_CUTS)
+    graph = _checked_count("graph", graph, _DEFAULT_NODES * bool(kinds))
     if shown_layers is not None and not len(shown_layers):
         raise OptionError("shown_layers is empty. Pass at least one, or matrices=False.")
     outlines = []
     for part, example in zip(batch_parts(len(examples), 1), examples, strict=True):
         with part.counting():  # so that errors have the example's index
             outlines.append(outline(subject, example))
-    layer_indices = layers_wanted(range(len(outlines[0].layers)), shown_layers)
-    methods_by_name, options = named_methods(methods), with_rules(methods, options)
-    other_bytes = estimated_size(outlines, methods_by_name) if answers else 0
-    contents = ReportContents(
-        methods=methods_by_name,
-        options=options,
-        maps=map_kinds,
-        shown_layers=layer_indices,
-        kept=_entries_per_row(outlines, layer_indices, map_kinds, megabytes, other_bytes),
-        cuts=cuts_tried,
-        graph=nodes_followed,
-        accounts=accounts,
-        answers=answers,
+    indices = layers_wanted(range(len(outlines[0].layers)), shown_layers)
+    named, options = named_methods(methods), with_rules(methods, options)
+    other_bytes = estimated_size(outlines, named) if answers else 0
+    kept = _entries_per_row(outlines, indices, kinds, megabytes, other_bytes)
+    contents = Contents(
+        named, options, kinds, indices, kept, cuts, graph, accounts=accounts, answers=answers
     )
     numbered = list(enumerate(zip(examples, outlines, strict=True)))
     labels = [f"example {n + 1} of {len(examples)}" * (len(examples) > 1) for n, _ in numbered]

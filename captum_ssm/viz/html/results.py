@@ -19,7 +19,7 @@ from ...inside import Graph
 from ..graphs import plot_graph
 from ..labels import as_words, direction_of, visible_text
 from .generated import answers_page
-from .page import framed, short, whole_page
+from .page import Facts, framed, short, whole_page
 from .parts import is_negligible
 
 #: Files that are joined, in this order, to one style sheet and one script.
@@ -53,12 +53,11 @@ def page_of(result: Result, title: str | None = None) -> str:
         indices = [str(i) for i in range(count)]
         names = indices if result.names is None else result.names[number]
         words = as_words(names)
-        facts |= {"name": f"Example {number + 1}"}
-        facts |= {"words": words._asdict() | {"direction": direction_of("".join(names))}}
-        facts["words"]["sentences"] = []
-        examples.append(facts)
-    page_facts = {"examples": examples}
-    return whole_page("results.html", _STYLES, _SCRIPTS, title or heading, page_facts)
+        layout = {"direction": direction_of("".join(names)), "sentences": []}
+        examples.append(
+            facts | {"name": f"Example {number + 1}", "words": words._asdict() | layout}
+        )
+    return whole_page("results.html", _STYLES, _SCRIPTS, title or heading, {"examples": examples})
 
 
 def _picture(figure: Any, title: str) -> str:
@@ -73,7 +72,7 @@ def _picture(figure: Any, title: str) -> str:
     )
 
 
-def _comparison_facts(comparison: Comparison) -> Iterator[dict[str, Any]]:
+def _comparison_facts(comparison: Comparison) -> Iterator[Facts]:
     """Yield each example's relevance by all methods, as JSON values."""
     for number in range(len(next(iter(comparison.values()), ()))):
         facts = _empty_facts()
@@ -81,12 +80,12 @@ def _comparison_facts(comparison: Comparison) -> Iterator[dict[str, Any]]:
             label, identity = visible_text(name), holds_identity(name)
             _add_relevance(facts, label, relevance[number], comparison.names, identity)
             if name in comparison.sums:
-                # the entry that _add_relevance appended
-                (facts["rows"] or facts["maps"])[-1]["sum"] = comparison.sums[name][number].facts
+                added = (facts["rows"] or facts["maps"])[-1]
+                added["sum"] = comparison.sums[name][number].facts
         yield facts
 
 
-def _decomposition_facts(result: Decomposition | LogitContributions) -> Iterator[dict[str, Any]]:
+def _decomposition_facts(result: Decomposition | LogitContributions) -> Iterator[Facts]:
     """Yield each example's relevance, roles, constants and layers, as JSON values."""
     is_image = isinstance(result, Decomposition) and result.inputs.dim() == 4
     relevance = result.inputs if is_image and isinstance(result, Decomposition) else result.tokens
@@ -114,10 +113,7 @@ def _decomposition_facts(result: Decomposition | LogitContributions) -> Iterator
 
 
 def _layer_values(result: Decomposition | LogitContributions, number: int) -> Iterator[list[float]]:
-    """Yield one example's relevance of tokens at each layer's input, or in each layer's logit part.
-
-    Layers with a different number of tokens are left out.
-    """
+    """Yield relevance of tokens at each layer's input, or in its part of a logit, if L is equal."""
     by_layer = result.streams if isinstance(result, Decomposition) else tuple(result.layers)
     length = result.tokens.shape[1]
     for values in by_layer:
@@ -126,18 +122,15 @@ def _layer_values(result: Decomposition | LogitContributions, number: int) -> It
             yield _rounded(token_sums)
 
 
-def _empty_facts() -> dict[str, Any]:
+def _empty_facts() -> Facts:
     """Return the JSON values of an example to which nothing is added yet."""
     return {"rows": [], "maps": [], "sum": None, "biases": [], "layers": []}
 
 
 def _add_relevance(
-    facts: dict[str, Any], name: str, relevance: Tensor, names: Names | None, identity: bool = False
+    facts: Facts, name: str, relevance: Tensor, names: Names | None, identity: bool = False
 ) -> None:
-    """Add one example's relevance to ``facts``: a vector as colored tokens, a matrix as a map.
-
-    ``names`` are the tokens' names; ``identity`` is whether the method adds the identity matrix.
-    """
+    """Add an example's relevance to ``facts``: a vector as a row of tokens, a matrix as a map."""
     values = relevance.detach().cpu().double()
     if values.dim() == 3:  # channels of an image
         values = values.sum(0)
@@ -153,8 +146,7 @@ def _add_relevance(
     note = "" if query is None else "The query token's value includes the identity matrix."
     if is_negligible(scores, query):
         note += " All other values are negligible." if identity else "All values are zero."
-    row = {"name": name, "values": scores, "note": note, "scale": _largest(scores)}
-    facts["rows"].append(row)
+    facts["rows"].append({"name": name, "values": scores, "note": note, "scale": _largest(scores)})
 
 
 def _largest(values: Sequence[float]) -> float:

@@ -22,7 +22,7 @@ from ...tracing import find_mixers
 from ..labels import visible_text
 from .example import ShownExample, Subject
 from .outline import Outline, label_of
-from .page import short
+from .page import Facts, short
 
 #: The number of strongest messages that are also cut in pairs.
 _NUMBER_PAIRED = 8
@@ -38,15 +38,13 @@ _ROW_KEYS = ("layer", "source", "target", "effect", "first_order", "call")
 State = tuple[int, ...]
 
 
-def cuts_of(
-    subject: Subject, example: ShownExample, outline: Outline, count: int
-) -> dict[str, Any]:
+def cuts_of(subject: Subject, example: ShownExample, outline: Outline, count: int) -> Facts:
     """Return the messages and senders of the largest effects, and the outputs without them.
 
     A state's name lists the indices of the cut messages, such as ``"0-3"``, or is ``""`` without
     cuts. Its value are the scores of the output, see :class:`_CutRuns`.
     """
-    facts: dict[str, Any] = {"rows": [], "states": {}, "labels": [], "classes": 0, "obstacle": None}
+    facts: Facts = {"rows": [], "states": {}, "labels": [], "classes": 0, "obstacle": None}
     if count == 0:
         return facts
     try:
@@ -55,16 +53,10 @@ def cuts_of(
         return facts | {"obstacle": str(error)}
 
 
-def _cut_facts(
-    subject: Subject, example: ShownExample, outline: Outline, count: int
-) -> dict[str, Any]:
-    """Return the facts of :func:`cuts_of`; none if no message is between unpadded tokens.
-
-    Cuts are first listed by estimated effect, and then, after a run for each, by true effect.
-    """
-    effects = EdgeEffects(subject.forward_func, subject.module, subject.layers).attribute(
-        example.inputs, outline.target, example.additional
-    )
+def _cut_facts(subject: Subject, example: ShownExample, outline: Outline, count: int) -> Facts:
+    """Select cuts by estimated effects, run each, and return the facts of :func:`cuts_of`."""
+    method = EdgeEffects(subject.forward_func, subject.module, subject.layers)
+    effects = method.attribute(example.inputs, outline.target, example.additional)
     position = {token: i for i, token in enumerate(outline.unpadded)}
     edges = [x for x in effects.top(count)[0] if x.source in position and x.target in position]
     if not edges:
@@ -112,8 +104,8 @@ def _cut_facts(
 class _CutRuns:
     """Runs the model while messages are cut, and returns the scores that a page stores.
 
-    A state is the indices of the cut messages. Its scores are the explained number, its
-    probability, and index in ``labels`` and probability of each of the likeliest classes.
+    The scores of an output are the explained number, its probability, and for each of the likeliest
+    classes an index in ``labels`` and the probability.
     """
 
     def __init__(self, subject: Subject, outline: Outline, run: Interventions) -> None:

@@ -177,10 +177,7 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 def summary_lines(facts: Mapping[str, Any], method: Mapping[str, Any], count: int = 5) -> str:
-    """Return text lines: a method's most relevant words, each role's best word, and the sum.
-
-    ``facts`` and ``method`` are JSON values of an example and of one of its methods.
-    """
+    """Return text lines: a method's most relevant words, each role's best word, and the sum."""
 
     def strongest_words(scores: Tensor, count: int) -> str:
         # from the last token on, add a token that continues a word to the token before
