@@ -227,8 +227,8 @@ def _arcs(edges: Sequence[Edge], words: WordRow) -> list[_Arc]:
         ends_by_word[edge.source].append(((_sign(far), -far, -rank), i, False))
     positions: dict[tuple[int, bool], float] = {}
     for token, ends in ends_by_word.items():
-        for place, (_, i, at_target) in enumerate(sorted(ends)):
-            share = 2 * (place + 0.5) / len(ends) - 1  # from -1 at the left to 1
+        for order, (_, i, at_target) in enumerate(sorted(ends)):
+            share = 2 * (order + 0.5) / len(ends) - 1  # from -1 at the left to 1
             positions[i, at_target] = words.middles[token] + share * words.halves[token]
     arcs = []
     for i, edge in enumerate(strongest):

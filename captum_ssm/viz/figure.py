@@ -79,10 +79,10 @@ def strongest(values: Tensor) -> float:
 
 def by_name(values: Any, name: str) -> dict[str, Any]:
     """Return values by name; a single value gets the name ``""``; errors call them ``name``."""
-    named = dict(values) if isinstance(values, Mapping) else {"": values}
-    if not named:
+    mapping = dict(values) if isinstance(values, Mapping) else {"": values}
+    if not mapping:
         raise InputError(f"{name} is an empty mapping. Pass at least one entry.")
-    return named
+    return mapping
 
 
 def check_labels(labels: Sequence[str] | None, count: int, name: str) -> None:

@@ -74,10 +74,10 @@ def plot_graph(
         raise OptionError(f"most={most!r} is not accepted. Pass an integer of at least 1.")
     _check_by(graph, by)
     edges = finite_numbers(graph.edges, "graph")
-    chosen = nodes_to_draw(graph, most)
+    indices = nodes_to_draw(graph, most)
     last = len(graph.nodes) - 1
-    words = WordRow.of(graph.tokens, {_token_of(graph, i) for i in chosen})
-    depths = sorted({graph.nodes[i].depth for i in chosen} | {0})
+    words = WordRow.of(graph.tokens, {_token_of(graph, i) for i in indices})
+    depths = sorted({graph.nodes[i].depth for i in indices} | {0})
     rows = {depth: row for row, depth in enumerate(depths)}
     height = _ROW * len(rows) + 0.9 + 0.3 * bool(title)
     figure, axis = new_figure(words.length * CELL[0] + 1.4, height)
@@ -86,13 +86,13 @@ def plot_graph(
     row_names = [_row_name(graph, depth, last) for depth in depths]
     axis.set_yticks(range(len(rows)), row_names, fontsize=8)
     axis.tick_params(axis="y", length=0)
-    positions = _node_positions(graph, chosen, words, rows)
+    positions = _node_positions(graph, indices, words, rows)
     influence = torch.tensor([node.influence for node in graph.nodes], dtype=torch.double)
     influence[last] = 1.0
-    links = links_between(edges, chosen, influence)
+    links = links_between(edges, indices, influence)
     if by == "relevance":
         influence = _relevance(graph, edges)
-        links = _flow_between(edges, chosen)
+        links = _flow_between(edges, indices)
     largest = max((strength for *_, strength in links), default=0.0) or 1.0
     for source, target, weight, strength in sorted(links, key=lambda link: link[-1]):
         share = strength / largest
@@ -100,14 +100,15 @@ def plot_graph(
         (x0, y0), (x1, y1) = positions[source], positions[target]
         style = {"linewidth": 0.6 + _WIDEST * share, "alpha": 0.3 + 0.6 * share, "zorder": 1}
         axis.plot([x0, x1], [y0, y1], color=color, solid_capstyle="round", **style)
-    greatest = float(influence[[i for i in chosen if i != last]].max()) if len(chosen) > 1 else 1.0
-    for i in chosen:
+    inner = [i for i in indices if i != last]
+    greatest = float(influence[inner].max()) if inner else 1.0
+    for i in indices:
         node = graph.nodes[i]
         share = 1.0 if i == last else float(influence[i]) / (greatest or 1.0)
         face = "white" if node.kind == "error" else "0.25"
         size = _SMALLEST + (_LARGEST - _SMALLEST) * min(share, 1.0)
         axis.scatter(*positions[i], s=size, color=face, edgecolor="0.25", linewidth=1.0, zorder=2)
-    _write_labels(axis, graph, positions, chosen)
+    _write_labels(axis, graph, positions, indices)
     weights = torch.tensor([weight for *_, weight, _ in links] or [1.0])
     add_edge_legend(figure, weights, "adds", "subtracts")
     if title:
@@ -145,9 +146,9 @@ def _relevance(graph: Graph, edges: Tensor) -> Tensor:
     return torch.where(is_whole, activations, edges.sum(0)).abs()
 
 
-def _flow_between(edges: Tensor, chosen: Sequence[int]) -> list[tuple[int, int, float, float]]:
+def _flow_between(edges: Tensor, indices: Sequence[int]) -> list[tuple[int, int, float, float]]:
     """Return (source, target, relevance, width) of each edge that is wide enough to draw."""
-    links = [(s, t, float(edges[t, s])) for t in chosen for s in chosen]
+    links = [(s, t, float(edges[t, s])) for t in indices for s in indices]
     threshold = _MIN_SHARE * max((abs(weight) for *_, weight in links), default=0.0)
     return [(s, t, w, abs(w)) for s, t, w in links if w and abs(w) >= threshold]
 
@@ -169,11 +170,11 @@ def _row_name(graph: Graph, depth: int, last: int) -> str:
 
 
 def _node_positions(
-    graph: Graph, chosen: Sequence[int], words: WordRow, rows: dict[int, int]
+    graph: Graph, indices: Sequence[int], words: WordRow, rows: dict[int, int]
 ) -> dict[int, tuple[float, float]]:
     """Return each node's (x, y) in the picture; nodes of one word in one row are stacked."""
     nodes_by_word = defaultdict[tuple[int, int], list[int]](list)
-    for i in chosen:
+    for i in indices:
         nodes_by_word[_token_of(graph, i), graph.nodes[i].depth].append(i)
     positions = {}
     for (column, depth), nodes in nodes_by_word.items():
@@ -186,7 +187,7 @@ def _node_positions(
 
 
 def links_between(
-    edges: Tensor, chosen: Sequence[int], influence: Tensor, least: float = _MIN_SHARE
+    edges: Tensor, indices: Sequence[int], influence: Tensor, least: float = _MIN_SHARE
 ) -> list[tuple[int, int, float, float]]:
     """Return (source, target, contribution, influence) of each edge that is large enough to draw.
 
@@ -197,20 +198,20 @@ def links_between(
     shares = sizes / sizes.sum(1, keepdim=True).clamp_min(1e-300)
     return [
         (s, t, float(edges[t, s]), float(shares[t, s] * influence[t]))
-        for t in chosen
-        for s in chosen
+        for t in indices
+        for s in indices
         if float(shares[t, s]) >= least
     ]
 
 
 def _write_labels(
-    axis: Any, graph: Graph, positions: dict[int, tuple[float, float]], chosen: Sequence[int]
+    axis: Any, graph: Graph, positions: dict[int, tuple[float, float]], indices: Sequence[int]
 ) -> None:
     """Write labels beside nodes: the target's, then the most influential ones that have room."""
     from matplotlib.patheffects import withStroke
 
     boxes: list[tuple[float, float, float]] = []  # of written labels: center, height, half width
-    for i in sorted(chosen, key=lambda i: -graph.nodes[i].influence - (i == len(graph.nodes) - 1)):
+    for i in sorted(indices, key=lambda i: -graph.nodes[i].influence - (i == len(graph.nodes) - 1)):
         node, (x, y) = graph.nodes[i], positions[i]
         if node.kind == "token" or not node.label:
             continue

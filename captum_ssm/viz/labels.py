@@ -118,7 +118,6 @@ def word_continuations(words: Words) -> list[int]:
 
 def _is_spaced(character: str) -> bool:
     """Return True for letters of scripts that put spaces between words, unlike Thai or Chinese."""
-    # Thai to Tibetan, and Japanese and Chinese
     unspaced = "\u0e00" <= character < "\u1000" or "\u3040" <= character < "\uac00"
     return character.isalnum() and not unspaced
 
@@ -177,9 +176,9 @@ def truncate(token: str, longest: int = _MAX_LENGTH) -> str:
     return token if len(token) <= longest else token[: longest - 1] + "…"
 
 
-def label_axis(axis: Any, labels: Sequence[str] | None, count: int, what: str) -> None:
-    """Label as many ticks of an axis as fit with tokens, or positions; errors name ``what``."""
-    check_labels(labels, count, what)
+def label_axis(axis: Any, labels: Sequence[str] | None, count: int, name: str) -> None:
+    """Label as many ticks of an axis as fit with tokens, or positions; errors use ``name``."""
+    check_labels(labels, count, name)
     ticks = range(0, count, -(-count // _MAX_LABELS))
     words = None if labels is None else as_words(labels).labels
     names = [str(i) if words is None else plot_label(truncate(words[i])) for i in ticks]

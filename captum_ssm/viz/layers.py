@@ -53,9 +53,8 @@ def plot_layers(
             raise InputError(
                 f"profile {name!r} has shape {tuple(heights.shape)}. Pass one number per layer."
             )
-        axis.plot(
-            heights.numpy(), marker="o", markersize=4, label=plot_label(name), **line_style(i)
-        )
+        style = line_style(i) | {"label": plot_label(name)}
+        axis.plot(heights.numpy(), marker="o", markersize=4, **style)
     if logarithmic:
         axis.set_yscale("log")
     else:

@@ -82,7 +82,7 @@ def plot_roles(
     cells = [max(width(name), 3) for name in names]
     positions, lines = wrap_words(cells, words)
     middles = [column + cell / 2 for (_, column), cell in zip(positions, cells, strict=True)]
-    by_line = [[i for i, place in enumerate(positions) if place[0] == k] for k in range(lines)]
+    by_line = [[i for i, (line, _) in enumerate(positions) if line == k] for k in range(lines)]
     size = (LINE * CELL[0] + 0.9, (_BARS_HEIGHT + 0.3) * lines + 0.4 + 0.3 * bool(title))
     figure, axes = new_figure(*size, nrows=lines, squeeze=False)
     for axis, shown in zip(axes[:, 0], by_line, strict=True):
@@ -107,8 +107,8 @@ def plot_roles(
             _draw_bars(axis, role, [middles[i] for i in shown], [stacked[i] for i in shown])
             if largest in shown:
                 bottom, height = stacked[largest]
-                place = middles[largest] + _BAR_WIDTH / 2 + 0.3, bottom + height / 2
-                axis.text(*place, plot_label(role), va="center", fontsize=8.5, path_effects=halo)
+                x, y = middles[largest] + _BAR_WIDTH / 2 + 0.3, bottom + height / 2
+                axis.text(x, y, plot_label(role), va="center", fontsize=8.5, path_effects=halo)
             axis.set_ylim(low - margin, high + margin)
     _add_legend(figure, scores)
     if title:

@@ -60,30 +60,29 @@ def plot_contributions(
         >>> axis.get_xlabel(), axis.get_ylabel()
         ('source', 'explained')
     """
-    matrix = finite_numbers(contributions, "contributions")
-    if matrix.dim() != 2:
+    table = finite_numbers(contributions, "contributions")
+    if table.dim() != 2:
         raise InputError(
-            f"contributions of shape {tuple(matrix.shape)} cannot be drawn. Pass (targets, "
-            "sources)."
+            f"contributions of shape {tuple(table.shape)} cannot be drawn. Pass (targets, sources)."
         )
-    rows, columns = matrix.shape
+    rows, columns = table.shape
     size = (min(14.0, 2.6 + 0.32 * columns), min(12.0, 1.9 + 0.28 * rows))
     figure, axis = new_figure(*size)
-    color_map, low, high = color_scale(matrix)
-    image = axis.imshow(matrix.numpy(), cmap=color_map, vmin=low, vmax=high, aspect="auto")
+    color_map, low, high = color_scale(table)
+    image = axis.imshow(table.numpy(), cmap=color_map, vmin=low, vmax=high, aspect="auto")
     figure.colorbar(image, ax=axis, shrink=0.8)
     label_axis(axis.xaxis, sources, columns, "sources")
     label_axis(axis.yaxis, targets, rows, "targets")
     axis.set(xlabel=plot_heading(xlabel), ylabel=plot_heading(ylabel))
     axis.set_title(plot_heading(title), size=10, loc="left")
-    if matrix.numel() <= _MOST_NUMBERS if values is None else values:
-        _write_numbers(axis, matrix, high)
+    if table.numel() <= _MOST_NUMBERS if values is None else values:
+        _write_numbers(axis, table, high)
     return figure, axis
 
 
-def _write_numbers(axis: Any, matrix: Tensor, largest: float) -> None:
+def _write_numbers(axis: Any, table: Tensor, largest: float) -> None:
     """Write the contributions into cells, in white on cells close to the ``largest`` value."""
-    for row, line in enumerate(matrix.tolist()):
+    for row, line in enumerate(table.tolist()):
         for column, value in enumerate(line):
             color = "white" if abs(value) > 0.6 * largest else "black"
             text = f"{value:.2g}"

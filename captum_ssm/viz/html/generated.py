@@ -75,9 +75,9 @@ def about_answers(model: str, method: str, contrast: str | None, identity: bool)
         "mean": ", for each token's logit minus the mean logit",
         "all": ", for each token's log-probability",
     }
-    number = by_contrast.get(contrast, f", with contrast {contrast}")
+    explained = by_contrast.get(contrast, f", with contrast {contrast}")
     omission = ", without the query words' own values (mostly the identity)" if identity else ""
-    return f"{model}: relevance by {method}{number}{omission}"
+    return f"{model}: relevance by {method}{explained}{omission}"
 
 
 def report_answers(
@@ -153,15 +153,14 @@ def answers_page(
         for block, (rows, _) in zip(block_names, hops, strict=True):
             values = _without_query_entries(rows) if identity else rows
             blocks[block] = pack_rows(values.detach().cpu().double())
-        examples.append(
-            {
-                "name": name,
-                "prompt": _text_facts(result.input_tokens, result.input_pieces),
-                "answer": _text_facts(result.output_tokens, result.output_pieces),
-                "blocks": block_names,
-                "constants": [[*map(short, c.tolist())] for _, c in hops if c is not None] or None,
-            }
-        )
+        example = {
+            "name": name,
+            "prompt": _text_facts(result.input_tokens, result.input_pieces),
+            "answer": _text_facts(result.output_tokens, result.output_pieces),
+            "blocks": block_names,
+            "constants": [[*map(short, c.tolist())] for _, c in hops if c is not None] or None,
+        }
+        examples.append(example)
     facts = {"about": about, "examples": examples}
     return whole_page("generated.html", _STYLES, _SCRIPTS, title, facts, blocks)
 
@@ -185,10 +184,8 @@ def _rows_by_hop(result: SSMLLMAttributionResult) -> list[tuple[Tensor, Tensor |
     if result.spans is None:
         assert result.token_attr is not None
         return [(torch.cat([result.token_attr, result.generated_attr], 1), None)]
-    return [
-        (torch.cat([hop.prompt, hop.text + hop.unresolved], 1), hop.constants)
-        for hop in result.spans.hops
-    ]
+    hops = result.spans.hops
+    return [(torch.cat([hop.prompt, hop.text + hop.unresolved], 1), hop.constants) for hop in hops]
 
 
 def _without_query_entries(rows: Tensor) -> Tensor:

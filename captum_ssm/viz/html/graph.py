@@ -109,14 +109,14 @@ def _graph_facts(graph: Graph, outline: Outline, count: int) -> Facts:
     index = {id(node): i for i, node in enumerate(graph.nodes)}
     path = [index[id(node)] for node in graph.path()]
     last = len(graph.nodes) - 1
-    chosen = sorted({*nodes_to_draw(graph, count), *path})
-    links = _strongest_links(graph, chosen, path, count)
-    chosen = sorted({last, *(end for link in links for end in link[:2])})  # without isolated nodes
+    indices = sorted({*nodes_to_draw(graph, count), *path})
+    links = _strongest_links(graph, indices, path, count)
+    indices = sorted({last, *(end for link in links for end in link[:2])})  # without isolated nodes
     outgoing = graph.edges.sum(0).tolist()
     constants = graph.edges[:, last - 1].tolist()  # the node before the target
     position_of = {token: position for position, token in enumerate(outline.unpadded)}
     rows = {node.depth: node.layer for node in graph.nodes if node.layer}
-    number = {node: i for i, node in enumerate(chosen)}
+    page_index = {node: i for i, node in enumerate(indices)}
     nodes = [
         {
             "kind": node.kind,
@@ -126,27 +126,27 @@ def _graph_facts(graph: Graph, outline: Outline, count: int) -> Facts:
             "value": _rounded(node.activation if node.kind in _FOLLOWED_KINDS else outgoing[i]),
             "constants": _rounded(constants[i]),
         }
-        for i, node in ((i, graph.nodes[i]) for i in chosen)
+        for i, node in ((i, graph.nodes[i]) for i in indices)
     ]
     return {
         "rows": [rows[depth] for depth in sorted(rows)],
         "nodes": nodes,
         "links": [
-            {"source": number[source], "target": number[target], "weight": _rounded(weight)}
+            {"source": page_index[source], "target": page_index[target], "weight": _rounded(weight)}
             for source, target, weight in links
         ],
         "path": [
-            {"node": number[i], "adds": _rounded(float(graph.edges[target, i]))}
+            {"node": page_index[i], "adds": _rounded(float(graph.edges[target, i]))}
             for i, target in pairwise(path)
         ],
     }
 
 
 def _strongest_links(
-    graph: Graph, chosen: Sequence[int], path: Sequence[int], count: int
+    graph: Graph, indices: Sequence[int], path: Sequence[int], count: int
 ) -> list[Link]:
     """Return the strongest links and those of ``path``, without links that miss the target."""
-    pairs = [(s, t) for t in chosen for s in chosen if bool(graph.edges[t, s])]
+    pairs = [(s, t) for t in indices for s in indices if bool(graph.edges[t, s])]
     links = [(s, t, float(graph.edges[t, s])) for s, t in pairs]
     path_links = set(pairwise(path))
     strongest = sorted(links, key=lambda link: -abs(link[-1]))[: _LINKS_PER_NODE * count]

@@ -172,7 +172,7 @@ def _predictions(
 def _rivals(
     ids: Sequence[int], place: Sequence[int], logits: Tensor, likely: Collection[int]
 ) -> list[int]:
-    """Return a few likely tokens of the text, first those that follow a copy of the query token."""
+    """Return likely tokens of the text, first those after a copy of the token at ``place``."""
     possible = {k for k in ids if 0 <= k < len(logits) and bool(logits[k].isfinite())}
     query_id = ids[place[0]] if ids and -len(ids) <= place[0] < len(ids) else None
     after_query = {after for token, after in pairwise(ids) if token == query_id}

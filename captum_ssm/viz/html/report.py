@@ -216,9 +216,7 @@ def explain_all(
     answers: bool = False,
     show_progress: bool = False,
 ) -> list[Explanation]:
-    """Explain the examples of a report with all methods.
-
-    Other arguments are those of :func:`report`.
+    """Explain a report's examples with all methods; other arguments are those of :func:`report`.
 
     Args:
         accounts: also compute the bias and other parts of the explained number. Default: False.
@@ -235,11 +233,11 @@ def explain_all(
         with part.counting():  # so that errors have the example's index
             outlines.append(outline(subject, example))
     indices = layers_wanted(range(len(outlines[0].layers)), shown_layers)
-    named, options = named_methods(methods), with_rules(methods, options)
-    other_bytes = estimated_size(outlines, named) if answers else 0
-    kept = _entries_per_row(outlines, indices, kinds, megabytes, other_bytes)
+    by_name, options = named_methods(methods), with_rules(methods, options)
+    other_bytes = estimated_size(outlines, by_name) if answers else 0
+    entries = _entries_per_row(outlines, indices, kinds, megabytes, other_bytes)
     contents = Contents(
-        named, options, kinds, indices, kept, cuts, graph, accounts=accounts, answers=answers
+        by_name, options, kinds, indices, entries, cuts, graph, accounts=accounts, answers=answers
     )
     numbered = list(enumerate(zip(examples, outlines, strict=True)))
     labels = [f"example {n + 1} of {len(examples)}" * (len(examples) > 1) for n, _ in numbered]

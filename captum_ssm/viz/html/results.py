@@ -54,9 +54,8 @@ def page_of(result: Result, title: str | None = None) -> str:
         names = indices if result.names is None else result.names[number]
         words = as_words(names)
         layout = {"direction": direction_of("".join(names)), "sentences": []}
-        examples.append(
-            facts | {"name": f"Example {number + 1}", "words": words._asdict() | layout}
-        )
+        facts |= {"name": f"Example {number + 1}", "words": words._asdict() | layout}
+        examples.append(facts)
     return whole_page("results.html", _STYLES, _SCRIPTS, title or heading, {"examples": examples})
 
 
@@ -74,14 +73,14 @@ def _picture(figure: Any, title: str) -> str:
 
 def _comparison_facts(comparison: Comparison) -> Iterator[Facts]:
     """Yield each example's relevance by all methods, as JSON values."""
-    for number in range(len(next(iter(comparison.values()), ()))):
+    for example in range(len(next(iter(comparison.values()), ()))):
         facts = _empty_facts()
         for name, relevance in comparison.items():
             label, identity = visible_text(name), holds_identity(name)
-            _add_relevance(facts, label, relevance[number], comparison.names, identity)
+            _add_relevance(facts, label, relevance[example], comparison.names, identity)
             if name in comparison.sums:
                 added = (facts["rows"] or facts["maps"])[-1]
-                added["sum"] = comparison.sums[name][number].facts
+                added["sum"] = comparison.sums[name][example].facts
         yield facts
 
 
@@ -89,35 +88,35 @@ def _decomposition_facts(result: Decomposition | LogitContributions) -> Iterator
     """Yield each example's relevance, roles, constants and layers, as JSON values."""
     is_image = isinstance(result, Decomposition) and result.inputs.dim() == 4
     relevance = result.inputs if is_image and isinstance(result, Decomposition) else result.tokens
-    for number in range(len(result.output)):
+    for example in range(len(result.output)):
         facts = _empty_facts()
-        _add_relevance(facts, "relevance", relevance[number], result.names)
-        parts = {"tokens": relevance[number].sum(), "constants": result.bias[number]}
+        _add_relevance(facts, "relevance", relevance[example], result.names)
+        parts = {"tokens": relevance[example].sum(), "constants": result.bias[example]}
         if isinstance(result, Decomposition):
-            parts["tokens that the model adds"] = result.virtual[number]
+            parts["tokens that the model adds"] = result.virtual[example]
             if result.by_others is not None:
-                parts["further inputs"] = result.by_others[number]
+                parts["further inputs"] = result.by_others[example]
             for role, values in (result.roles or {}).items():
-                if bool(values[number].any()) and not is_image:
-                    _add_relevance(facts, f"as {role}", values[number], result.names)
+                if bool(values[example].any()) and not is_image:
+                    _add_relevance(facts, f"as {role}", values[example], result.names)
         always = {"tokens", "constants"}  # other parts are listed unless they are 0
         listed = [[name, short(float(x))] for name, x in parts.items() if name in always or bool(x)]
-        facts["sum"] = {"parts": listed, "output": short(float(result.output[number]))}
-        constants = sorted(result.biases.items(), key=lambda item: -abs(float(item[1][number])))
+        facts["sum"] = {"parts": listed, "output": short(float(result.output[example]))}
+        constants = sorted(result.biases.items(), key=lambda item: -abs(float(item[1][example])))
         largest = constants[:_MAX_CONSTANTS]
-        facts["biases"] = [[visible_text(k), short(float(x[number]))] for k, x in largest]
-        facts["layers"] = list(_layer_values(result, number))
+        facts["biases"] = [[visible_text(k), short(float(x[example]))] for k, x in largest]
+        facts["layers"] = list(_layer_rows(result, example))
         for row in facts["rows"]:  # one color scale, so that roles can be compared
             row["scale"] = max(_largest(other["values"]) for other in facts["rows"])
         yield facts
 
 
-def _layer_values(result: Decomposition | LogitContributions, number: int) -> Iterator[list[float]]:
+def _layer_rows(result: Decomposition | LogitContributions, example: int) -> Iterator[list[float]]:
     """Yield relevance of tokens at each layer's input, or in its part of a logit, if L is equal."""
     by_layer = result.streams if isinstance(result, Decomposition) else tuple(result.layers)
     length = result.tokens.shape[1]
     for values in by_layer:
-        token_sums = values[number].reshape(len(values[number]), -1).sum(-1)
+        token_sums = values[example].reshape(len(values[example]), -1).sum(-1)
         if len(token_sums) == length:
             yield _rounded(token_sums)
 

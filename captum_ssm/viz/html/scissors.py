@@ -114,8 +114,7 @@ class _CutRuns:
         explained = outline.predictions[outline.explained_index :][:1]  # none if it is no class
         self.labels = [visible_text(prediction.label) for prediction in explained]
         self._index_by_class: dict[int, int] = {}
-        #: The number of classes, and of entries of one example's output; set by each run.
-        self.classes, self.entries = 0, 1
+        self.classes, self.entries = 0, 1  # of one example's output; set by each run
 
     def scores_by_state(
         self, edges: Sequence[Edge | int], states: Sequence[State]

@@ -45,7 +45,7 @@ def check_format(
 ) -> None:
     """Raise OptionError unless ``formats`` has the file's ending."""
     if out.suffix.lower() not in formats:
-        accepted = ", ".join(f"{end} ({what})" for end, what in formats.items())
+        accepted = ", ".join(f"{end} ({content})" for end, content in formats.items())
         raise OptionError(f"{option} {out} has an ending that is not accepted. Use {accepted}.")
 
 
