@@ -138,8 +138,8 @@ class CutCall:
                 unprojected = sum_tensors(cut_messages).flatten(-2)
                 decrease = self._as_returned(projection_of(self.linear).product(unprojected))
             whole_kinds = [k for k in self.edges if k.is_whole]
-            # kinds that are whole are equal
-            mask = self._pairs(whole_kinds[0])[0].targets[0] if whole_kinds else None
+            silent = [pairs.targets.any(0) for kind in whole_kinds for pairs in self._pairs(kind)]
+            mask = torch.stack(silent).any(0) if silent else None
         out = self.output
         if decrease is not None and bool(decrease.any()):
             out = _Without.apply(out, decrease)  # type: ignore[no-untyped-call]

@@ -86,7 +86,9 @@ def estimate_memory(
         raise OptionError(f"tokens={tokens!r} is below 1. Pass a number of at least 1.")
     chunk_tokens = checks.count("chunk_tokens", chunk_tokens)
     transformers = optional("transformers", "transformers", "An estimate")
-    is_eager = getattr(config, "_attn_implementation", None) == "eager"
+    # a model without attention sets it in its configuration, too
+    attends = getattr(config, "num_attention_heads", None)
+    is_eager = bool(attends) and getattr(config, "_attn_implementation", None) == "eager"
     config = copy.deepcopy(config)  # models may change their configuration
     dtype = getattr(config, "dtype", None) or torch.float32
     full_run = _Run(tokens, min(tokens, chunk_tokens or tokens))

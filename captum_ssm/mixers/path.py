@@ -234,12 +234,15 @@ class Path:
             **options: further arguments of :class:`LinearMixer`.
         """
         operator = Chain(*self.parts) if len(self.parts) > 1 else self.parts[0]
+        values = self.values
+        if values.untyped_storage().nbytes() > values.nbytes and not values.requires_grad:
+            values = values.clone()  # lets go of gates and steps from the same projection
 
         def project_heads(y: Tensor) -> Tensor:
             y = y.flatten(2)
             return run(project, y) if isinstance(project, nn.Module) else project(y)
 
-        return LinearMixer(self.values, operator, project_heads, self.mask, **options)
+        return LinearMixer(values, operator, project_heads, self.mask, **options)
 
 
 def _narrow(operator: Operator, channels: slice, shape: Shape) -> Operator:

@@ -56,7 +56,8 @@ class Beginning:
         looked_up: the first embeddings of the ids (B, L, E); None until found.
         is_ambiguous: whether the ids that were looked up are a different tensor with equal
             values. The reversed ids of a palindrome would be equal, too.
-        entered: the first sequence of each length that entered a module with a mixer.
+        entered: zeros in the shape of the first sequence of each length that entered a module with
+            a mixer.
         shifted: the outputs of modules of the classes :data:`WITHIN_TOKENS`, by module.
     """
 
@@ -81,7 +82,7 @@ class Beginning:
 
         def on_entry(x: Tensor) -> Tensor:
             with unseen():
-                self.entered.setdefault(x.shape[1], x.detach().clone())
+                self.entered.setdefault(x.shape[1], x.new_zeros(()).expand(x.shape))
             return x
 
         def shift(module: nn.Module, args: Any, output: Any) -> None:
@@ -311,11 +312,11 @@ class Replays:
             if k >= 0 and x.shape[-1] in self._largest:
                 size = torch.maximum(size, self._largest[x.shape[-1]].to(size))
             mean = size.mean()
-            other = x + self._noise(x, k) * torch.maximum(size, mean + (mean == 0))
+            other = torch.addcmul(x, self._noise(x, k), torch.maximum(size, mean + (mean == 0)))
         if on is True:
             return other
         on = on.to(x.device)
-        return torch.where(on.view(*on.shape, *[1] * (x.dim() - on.dim())), other, x)
+        return torch.where(on.view(*on.shape, *[1] * (x.dim() - on.dim())), other, x, out=other)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -466,7 +467,7 @@ def changed(x: Tensor, before: Tensor) -> Tensor:
     """
     x = x.to(before.device)
     limit = (UNITS if x.dtype.itemsize > 2 else 4) * torch.finfo(x.dtype).eps
-    return (x - before).abs().amax(-1) > limit * before.abs().amax(-1)
+    return (x - before).abs_().amax(-1) > limit * before.abs().amax(-1)
 
 
 def _do_nothing(*_: Any) -> None:

@@ -600,7 +600,7 @@ class _OrderSearch:
                 # Column 0 is the root, k + 1 leaf k. Leaves later than a token's column are zero:
                 # noise passes them on the stream alone, and through no gate.
                 noisy = self.replays.noisy(own, (column == k + 1) & with_noise, k)
-                return noisy * (column > k)[..., None]
+                return noisy.mul_((column > k)[..., None])
 
             on = self._root_mask(column_at == 0) & with_noise
             output = self.replays.run(leaf, lambda x: self.replays.noisy(x, on))

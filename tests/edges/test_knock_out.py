@@ -13,6 +13,7 @@ from oracles import relative_error as close
 from oracles.messages import run_without, whole_matrix
 from torch import Tensor, nn
 from zoo.architectures import QUICK, Case, every, hook_count
+from zoo.mamba import transformers_model
 from zoo.small import mamba_lm
 
 from captum_ssm import Edges, knock_out, trace
@@ -72,6 +73,18 @@ def test_cutting_nothing_changes_nothing_and_cutting_all_leaves_nothing(case: Ca
             raise KeyError
     assert hook_count(case.model) == hooks
     assert torch.equal(logits(case.model(case.inputs)), before)
+
+
+def test_whole_outputs_at_several_tokens_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("captum_ssm.edges.pairs._PAIRS", 60)  # several chunks, as of 5,000 tokens
+    model, ids = transformers_model(), torch.randint(19, (1, 12))
+    name = find_mixers(model)[0].name
+    with knock_out(model, *(Edges(name, targets=i) for i in (1, 10))), outputs_of(model) as outputs:
+        model(ids)
+    silent = ~outputs[name].any(-1)[0]
+    assert silent.nonzero().flatten().tolist() == [1, 10]
+    with knock_out(model, *[Edges(name, targets=slice(0, 0))] * 2):
+        assert close(logits(model(ids)), logits(model(ids))) == 0  # and none, named twice
 
 
 @every(QUICK, ("mamba2",))

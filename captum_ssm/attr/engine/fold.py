@@ -134,6 +134,7 @@ def fold(
             row = carry(row.to(stage[-1].values), current, stage[-1])
             current = stage[-1]
             row = mixing.multiply_row(row, normalize_rows, current.has_stream)
+            del mixing  # its operators would stay in memory while the next are built
             if not are_noted(row):  # noted checks are read once, at the end
                 check_row(row, current)
         # a row that is not finite makes all later rows not finite, so the last check is enough
