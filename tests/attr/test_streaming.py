@@ -23,7 +23,7 @@ FEW = 4 * 2 * 9 * 3
 @pytest.fixture
 def heights(monkeypatch):
     """How many rows every strip had, however it was made."""
-    seen, made, read = [], strips._reduced, Operator.rows
+    seen, made, read = [], strips._strip_of_rows, Operator.rows
 
     def strip(operator, rows, reduce):
         seen.append(len(rows))
@@ -33,7 +33,7 @@ def heights(monkeypatch):
         seen.extend([len(positions)] * (reduce == "mean"))
         return read(self, positions, reduce)
 
-    monkeypatch.setattr(strips, "_reduced", strip)
+    monkeypatch.setattr(strips, "_strip_of_rows", strip)
     monkeypatch.setattr(Operator, "rows", as_rows)
     return seen
 
@@ -103,7 +103,7 @@ def test_strips_that_do_not_fit_are_halved(monkeypatch):
     model, ids = mamba_lm(), token_ids(2, 21)
     asked = {"target": (-1, 3), "query": "mean"}
     wanted = MambaAttribution(model).attribute(ids, **asked)
-    made, refused = strips._reduced, []
+    made, refused = strips._strip_of_rows, []
 
     def scarce(operator, rows, reduce):
         if len(rows) > 3:
@@ -111,7 +111,7 @@ def test_strips_that_do_not_fit_are_halved(monkeypatch):
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
         return made(operator, rows, reduce)
 
-    monkeypatch.setattr(strips, "_reduced", scarce)
+    monkeypatch.setattr(strips, "_strip_of_rows", scarce)
     found = MambaAttribution(model).attribute(ids, **asked)
     assert set(refused) == {21, 10, 5}
     assert relative_error(found, wanted) <= 1e-6

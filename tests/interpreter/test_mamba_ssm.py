@@ -92,5 +92,5 @@ def test_kernels_are_read_as_operators_are(
     """Mamba-2's kernels, forward and backward, at the nodes of every rule."""
     options = {"layer": "Mamba2", "use_mem_eff_path": fused, "ngroups": 2}
     model: nn.Module = randomise(mamba_ssm.make_lm(8, n_layer=1, ssm_cfg=options))
-    monkeypatch.setattr(reading, "_SLOW", ())
+    monkeypatch.setattr(reading, "_SLOW_ON_CPU", ())
     interpreted.check_read(model, torch.randint(16, (1, 9)), rule, monkeypatch)
