@@ -76,7 +76,7 @@ def integers(name: str, value: Any, noun: str) -> tuple[int, ...]:
         raise OptionError(
             f"{name}={value!r} is not a list. Pass a list of {noun}, such as {name}={suggested}."
         )
-    items = list(entries)
+    items = list(entries)  # ``entries`` may be an iterator, and is needed twice
     numbers = [as_integer(entry) for entry in items]
     for entry, number in zip(items, numbers, strict=True):
         if number is None:
@@ -115,7 +115,10 @@ def ratio(name: str, value: Any) -> float:
 
 
 def choice(name: str, value: Any, accepted: Collection[Any]) -> Any:
-    """Check that an option is one of the ``accepted`` names or integers, and return it."""
+    """Check that an option is one of the ``accepted`` names or integers, and return it.
+
+    A British spelling is replaced by the American one.
+    """
     normalized = as_integer(value) if not isinstance(value, str) else _AMERICAN.get(value, value)
     if normalized is None or normalized not in accepted:
         raise OptionError(
@@ -163,6 +166,7 @@ def reduction(reduce: Any) -> Reduce:
         try:
             out = reduce(values)
         except Exception as error:
+            # without memory the caller retries with fewer values, so this error is kept
             out_of_memory = isinstance(error, RuntimeError) and ran_out_of_memory(error)
             if out_of_memory or isinstance(error, MemoryError):
                 raise
@@ -193,6 +197,7 @@ def as_integer(value: Any) -> int | None:
     if isinstance(value, Tensor | np.ndarray) and value.ndim:
         return None
     try:
+        # item() returns a Python number, so that a bool of NumPy or torch is seen as a bool below
         plain: Any = value.item() if isinstance(value, Tensor | np.ndarray | np.generic) else value
         return None if isinstance(plain, bool) else operator.index(plain)
     except (TypeError, ValueError, RuntimeError):
@@ -215,6 +220,7 @@ def in_place_of(function: Function) -> Callable[[Callable[..., Any]], Function]:
     """
 
     def imitate(wrapper: Callable[..., Any]) -> Function:
+        """Copy the function's name, docstring and signature to ``wrapper``."""
         functools.update_wrapper(wrapper, function)
         vars(wrapper)["__signature__"] = inspect.signature(function)
         del vars(wrapper)["__wrapped__"]

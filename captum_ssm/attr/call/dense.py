@@ -66,8 +66,9 @@ def mean_over(model: Callable[..., Any], mask: Any = None) -> Callable[..., Tens
                 f"mean_over() needs logits for every pixel (B, K, H, W), but the model returned "
                 f"{tuple(logits.shape)}. Pass the model itself as forward_func, without mean_over."
             )
-        weights = _largest(logits) if booleans is None else _fit_mask(booleans, logits)
+        weights = _is_largest(logits) if booleans is None else _fit_mask(booleans, logits)
         pixel_dims = tuple(range(2, logits.dim()))
+        # without pixels the sum is 0, and so is the mean
         return (logits * weights).sum(pixel_dims) / weights.sum(pixel_dims).clamp_min(1)
 
     return means
@@ -85,14 +86,17 @@ def _check_mask(mask: Any) -> Tensor:
     return tensor
 
 
-def _largest(logits: Tensor) -> Tensor:
+def _is_largest(logits: Tensor) -> Tensor:
     """Return (B, K, H, W): 1 at pixels where a class has the largest logit, else 0."""
-    largest = F.one_hot(logits.detach().argmax(1), logits.shape[1])
-    return largest.movedim(-1, 1).to(logits.dtype)
+    is_largest = F.one_hot(logits.detach().argmax(1), logits.shape[1])  # (B, H, W, K)
+    return is_largest.movedim(-1, 1).to(logits.dtype)
 
 
 def _fit_mask(mask: Tensor, logits: Tensor) -> Tensor:
-    """Check the mask's shape, and reshape it so that it broadcasts to logits (B, K, H, W)."""
+    """Return the mask as numbers (1 or B, 1, H, W), so that it broadcasts to logits (B, K, H, W).
+
+    Raise if its height, width or batch size differs from the logits.
+    """
     batch, sizes = len(logits), tuple(logits.shape[2:])
     if tuple(mask.shape) not in (sizes, (batch, *sizes)):
         raise InputError(

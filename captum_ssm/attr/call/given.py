@@ -40,6 +40,7 @@ def with_argument_advice(function: Function) -> Function:
 
     @in_place_of(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        """Call the function; errors show its name, or the class's name for ``__init__``."""
         name = args[0].name if function.__name__ == "__init__" else function.__name__
         bound = bind_arguments(signature, name, args, kwargs)
         return function(*bound.args, **bound.kwargs)
@@ -54,7 +55,10 @@ def bind_arguments(
     kwargs: Mapping[str, Any],
     advice: Mapping[str, str] = _ADVICE,
 ) -> inspect.BoundArguments:
-    """Bind arguments to a signature; an error shows the function's ``name`` and ``advice``."""
+    """Bind arguments to a signature; an error shows the function's ``name`` and ``advice``.
+
+    ``advice`` has a sentence for each unknown argument that users of other tools may pass.
+    """
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -67,7 +71,7 @@ def bind_arguments(
 
 
 def check_model(forward_func: Any, model: Any) -> None:
-    """Raise if ``forward_func`` is a string, or if ``model`` is a tokenizer."""
+    """Raise if ``forward_func`` is a string, or if ``model`` is a tokenizer: both are mistakes."""
     if isinstance(forward_func, str):
         raise ModelNotFoundError(
             f"forward_func={forward_func!r} is a string. Load the model, for example with "
@@ -83,20 +87,21 @@ def accept_texts(function: Function, name: str) -> Function:
     """Wrap a method to accept texts, a tokenizer's output, ``tokenizer`` and ``show_progress``."""
     signature = inspect.signature(function)
     parameters = signature.parameters
-    added_keywords = {*KEYS, *MASK_KEYS, "tokenizer"} - parameters.keys()
+    extra_names = {*KEYS, *MASK_KEYS, "tokenizer"} - parameters.keys()
     has_bar = "show_progress" in parameters
 
     @in_place_of(function)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        added = {key: kwargs.pop(key) for key in added_keywords & kwargs.keys()}
-        key = next((key for key in KEYS if key in added), None)
-        if key is not None:
-            kwargs["inputs"] = added.pop(key)
-        # a function that has no own bar must not get the argument
+        """Convert the arguments to Captum's forms, and call the method with a progress bar."""
+        extra = {key: kwargs.pop(key) for key in extra_names & kwargs.keys()}
+        input_name = next((key for key in KEYS if key in extra), None)  # such as input_ids
+        if input_name is not None:
+            kwargs["inputs"] = extra.pop(input_name)
+        # a function without this parameter must not get the argument
         show = kwargs.get("show_progress", False) if has_bar else kwargs.pop("show_progress", False)
         bound = bind_arguments(signature, f"{self.name}.{name}", (self, *args), kwargs)
-        reader = Reader(added.pop("tokenizer", None), self.forward_func, self.model)
-        reader.convert(bound.arguments, added)
+        reader = Reader(extra.pop("tokenizer", None), self.forward_func, self.model)
+        reader.convert(bound.arguments, extra)
         with bar(self.name, show):
             return function(*bound.args, **bound.kwargs)
 
@@ -119,9 +124,12 @@ class Reader:
         self._forward_func, self._model = forward_func, model
 
     def convert(self, arguments: dict[str, Any], tensors: dict[str, Any]) -> None:
-        """Convert a call's ``arguments`` in place; add ``tensors``, such as an attention_mask."""
+        """Convert a call's ``arguments`` in place; add ``tensors``, such as an attention_mask.
+
+        ``tensors`` are the keyword arguments that only the model has, by name; None is left out.
+        """
         inputs = ids_if_unpadded(arguments["inputs"])
-        if isinstance(inputs, Mapping):
+        if isinstance(inputs, Mapping):  # a tokenizer's output with padding: split off the masks
             key = next((key for key in KEYS if key in inputs), None)
             if key is not None and inputs.keys() <= {key, *MASK_KEYS}:
                 tensors = {**inputs, **tensors}
@@ -137,13 +145,14 @@ class Reader:
         for name in ("target", "targets", "contrast"):
             if name in arguments:
                 arguments[name] = self.target(arguments[name], name)
+        # without a position of its own, the contrast is a token at the target's position
         contrast = arguments.get("contrast")
         if isinstance(contrast, _TextTarget) and isinstance(arguments.get("target"), tuple):
             arguments["contrast"] = contrast[-1]
 
     def inputs(self, inputs: Any) -> Any:
         """Convert texts, conversations, lists of ids and arrays to a tensor; keep other values."""
-        if isinstance(inputs, np.ndarray) and inputs.dtype.kind in "iuf":
+        if isinstance(inputs, np.ndarray) and inputs.dtype.kind in "iuf":  # integers or floats
             return torch.as_tensor(inputs)
         if not isinstance(inputs, str | list) or not inputs:
             return inputs
@@ -152,7 +161,7 @@ class Reader:
         if is_batch and as_integer(inputs[0][0]) is not None:
             try:
                 return torch.tensor(inputs)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError):  # lists of different lengths; refused by the method
                 return inputs
         texts = inputs if is_batch else [inputs]
         if self.codec is None or not all(map(is_text, texts)):
@@ -163,8 +172,8 @@ class Reader:
                 f"inputs holds texts of different lengths: {[len(ids) for ids in rows]} tokens. "
                 "Pass a padded batch: tokenizer(texts, padding=True, return_tensors='pt')."
             )
-        first = next(find_model(self._forward_func, self._model).parameters(), torch.empty(0))
-        return torch.stack(rows).to(first.device)
+        parameter = next(find_model(self._forward_func, self._model).parameters(), torch.empty(0))
+        return torch.stack(rows).to(parameter.device)
 
     def target(self, target: Any, name: str = "target") -> Any:
         """Convert a target to Captum's forms; a text is a class name or the text of a token."""
@@ -172,24 +181,24 @@ class Reader:
             return Each([self.target(entry, name) for entry in target.targets])
         if isinstance(target, list):
             return [self.target(entry, name) for entry in target]
-        # pair: a position and the text of a token
-        pair = isinstance(target, tuple) and len(target) == 2 and isinstance(target[1], str)
-        if not pair and (
+        # a pair is a position and the text of a token
+        is_pair = isinstance(target, tuple) and len(target) == 2 and isinstance(target[1], str)
+        if not is_pair and (
             not isinstance(target, str) or (name == "contrast" and target in CONTRASTS)
         ):
-            return target
+            return target  # no text, or the name of a contrast
         if isinstance(target, str):
             classes = classes_of(find_model(self._forward_func, self._model))
             if target in classes:
                 return classes[target]
         if self.codec is None:
             return target
-        position, text = target if pair else (-1, target)
+        position, text = target if is_pair else (-1, target)
         try:
             token = self.codec.token(text)
         except InputError as error:
             raise TargetError(f"{name}={target!r}: {error}") from None
-        return (position, token) if pair else _TextTarget((position, token))
+        return (position, token) if is_pair else _TextTarget((position, token))
 
 
 def classes_of(model: nn.Module) -> dict[str, int]:
@@ -199,7 +208,10 @@ def classes_of(model: nn.Module) -> dict[str, int]:
 
 
 class _TextTarget(tuple[int, int]):
-    """A target (-1, token id), made from a text that the user passed without a position."""
+    """A target (-1, token id), made from a text that the user passed without a position.
+
+    The type tells :meth:`Reader.convert` that the user did not choose the position -1.
+    """
 
 
 def is_text(text: Any) -> bool:

@@ -23,7 +23,7 @@ _ANY_VOCABULARY = 2**31
 
 @dataclass(frozen=True)
 class Kept:
-    """The positions at which a language model's head runs.
+    """The K positions of L at which a language model's head runs.
 
     Attributes:
         positions: the positions, in increasing order.
@@ -35,7 +35,10 @@ class Kept:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keyword argument that makes the model's head run at these positions."""
+        """The keyword argument that makes the model's head run at these positions.
+
+        Its value is the number of the last positions if they suffice, else a tensor of positions.
+        """
         count = len(self.positions)
         are_last = self.positions[0] == self.tokens - count
         return {_ARGUMENT: count if are_last else torch.tensor(self.positions)}
@@ -61,14 +64,15 @@ class Kept:
         return self._reindex(target, target_index(target, all_logits)), contrast
 
     def _reindex(self, target: Any, index: Tensor | None) -> Any:
-        """Convert a target or a contrast for :meth:`among`, from the result of target_index."""
+        """Convert a target or a contrast for :meth:`among`; ``index`` is from target_index."""
         if index is None:
             return None
-        if isinstance(target, SumTarget):
+        if isinstance(target, SumTarget):  # index (B, n, 2)
             positions = index[..., 0].cpu().contiguous()
             return target.with_positions(
                 torch.searchsorted(torch.tensor(self.positions), positions)
             )
+        # index (B, 2): one pair per example
         return [(self.positions.index(p), token) for p, token in index.tolist()]
 
 
@@ -100,7 +104,7 @@ def kept_positions(
     for question in questions:
         contrast = question.contrast
         is_named = isinstance(contrast, str)
-        if is_named and contrast not in CONTRASTS:
+        if is_named and contrast not in CONTRASTS:  # refused after the run
             return None
         # a named contrast is computed at the target's own positions
         contrasts = () if contrast is None or is_named else (contrast,)
@@ -109,7 +113,7 @@ def kept_positions(
         except TargetError:  # raised again with the output's shape, after the run
             return None
         for index in indices:
-            if index is None:
+            if index is None:  # target=None, the only value of an output (B, 1)
                 return None
             positions.update(index[..., 0].flatten().tolist())
     return Kept(tuple(sorted(positions)), tokens) if 0 < len(positions) < tokens else None
@@ -123,11 +127,12 @@ def _head_can_be_limited(
     Return False if hooks on the head, or further ``modules``, need logits of all positions.
     """
     model: Any = runnable(forward_func)
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module):  # a bound method of the model; a function may do anything
         owner = getattr(model, "__self__", None)
         if not isinstance(owner, nn.Module) or model not in (owner.forward, owner.__call__):
             return False
         model = owner
+    # unwrap: transformers decorates `forward`
     forward, call = type(model).forward, type(model).__call__
     package = getattr(inspect.unwrap(forward), "__module__", None) or ""
     if package.split(".")[0] != "transformers" or call is not nn.Module.__call__:
@@ -139,6 +144,7 @@ def _head_can_be_limited(
         by_name = signature.bind(model, *arguments).arguments
     except TypeError:
         return False
+    # the user's own limit, or a loss that needs all logits
     if by_name.get(_ARGUMENT) is not None or by_name.get("labels") is not None:
         return False
     head = model.get_output_embeddings()

@@ -27,7 +27,6 @@ KEYS = ("input_ids", "inputs_embeds", "pixel_values")
 _NO_INDEX = "'indices' to have one of the following scalar types"
 _NO_SUCH_INDEX = "index out of range in self"
 
-
 #: Names of the tensors in a tokenizer's output besides the input.
 MASK_KEYS = ("attention_mask", "token_type_ids")
 
@@ -58,6 +57,7 @@ def positional_arguments(
     function = runnable(forward_func)
     called = function.forward if isinstance(function, nn.Module) else function
     parameters = inspect.signature(called).parameters
+    # a PEFT wrapper's forward has only *args and **kwargs
     if isinstance(function, nn.Module) and not tensors.keys() <= parameters.keys():
         parameters = inspect.signature(_forward_of_base(function)).parameters
     # positional parameters that follow the inputs
@@ -68,6 +68,7 @@ def positional_arguments(
             f"{passed} is given, but {getattr(called, '__qualname__', called)} has no positional "
             "parameter of this name. Pass additional_forward_args, in the order of its parameters."
         )
+    # up to the last passed parameter; those between the passed ones get their defaults
     last = max(names.index(name) for name in tensors)
     return tuple(
         tensors.get(p.name, None if p.default is p.empty else p.default)
@@ -109,7 +110,7 @@ def single_input(inputs: Any, name: str = "inputs") -> tuple[Tensor, bool]:
 
 
 def several_inputs(inputs: Any, name: str = "inputs") -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Check the inputs; return the first input, and all others, such as images beside a text."""
+    """Check one input or a tuple; return the first input, and the others, such as images."""
     if not isinstance(inputs, tuple) or len(inputs) < 2:
         return single_input(inputs, name)[0], ()
     for index, other in enumerate(inputs[1:], 1):
@@ -128,7 +129,8 @@ def several_inputs(inputs: Any, name: str = "inputs") -> tuple[Tensor, tuple[Ten
 def ids_if_unpadded(value: Any) -> Any:
     """Return the ids of a tokenizer's output without padding; return other values unchanged.
 
-    A mask of ones and token types of zeros are the models' defaults, so they can be left out.
+    A mask of ones and token types of zeros are the models' defaults, so they can be left out. An
+    output with any other tensor is returned unchanged.
     """
     if not isinstance(value, Mapping) or not isinstance(value.get("input_ids"), Tensor):
         return value
@@ -196,7 +198,7 @@ def call_model(
     additional: tuple[Any, ...],
     named: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """Call forward_func, and return its result.
+    """Call forward_func with ``inputs``, the ``additional`` positional arguments, and keywords.
 
     If ``inputs`` are embeddings and a module's first parameter is ``input_ids``, the embeddings are
     passed as ``inputs_embeds``, or without this parameter replace the embedding layer's output.
@@ -213,6 +215,7 @@ def _call_on_embeddings(
     function: nn.Module, inputs: Tensor, additional: tuple[Any, ...], named: Mapping[str, Any]
 ) -> Any:
     """Call a module with embeddings (B, L, E) in place of ids, as :func:`call_model` describes."""
+    # bind the arguments, to learn their names and whether inputs are `input_ids`
     try:
         bound = inspect.signature(_forward_of_base(function)).bind(inputs, *additional, **named)
     except TypeError as error:
@@ -231,7 +234,7 @@ def _call_on_embeddings(
         bound.arguments["inputs_embeds"] = inputs
         return function(**_as_keywords(bound))
     with _replace_embeddings(function, inputs):
-        ids = inputs.new_zeros(inputs.shape[:2]).long()
+        ids = inputs.new_zeros(inputs.shape[:2]).long()  # only their shape has an effect
         return function(ids, *additional, **named)
 
 
@@ -286,7 +289,7 @@ def _forward_of_base(model: nn.Module) -> Callable[..., Any]:
 
 
 def _as_keywords(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Return bound arguments as keyword arguments, for a call in which one has another name."""
+    """Return bound arguments as keyword arguments, because one was renamed since binding."""
     keywords: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
@@ -323,6 +326,7 @@ class BatchPart:
         """Select the examples from a tensor; return values without a batch dimension unchanged."""
         if isinstance(value, Tensor) and value.dim() > 0 and len(value) == self.batch:
             value = value[self.part]
+            # a clone of an inference tensor can take part in autograd, a view cannot
             return value.clone() if value.is_inference() else value
         return value
 
@@ -332,6 +336,7 @@ class BatchPart:
             return Against(self.target(target.target), self.target(target.contrast))
         if isinstance(target, SumTarget):
             return target.part(self)
+        # an int or a tuple is for all examples
         per_example = isinstance(target, list) or getattr(target, "ndim", 0) > 0
         if per_example and not isinstance(target, Tensor) and len(target) == self.batch:
             return target[self.part]  # a list or an array

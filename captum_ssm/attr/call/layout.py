@@ -20,7 +20,7 @@ from ...tracing.hooks import hooked
 class PatchGrid:
     """Finds the grid of patches that a model splits an image into.
 
-    The grid is the output size of the last 2-D convolution before the first mixer.
+    The grid is the output size of the last 2-D convolution that runs before the first mixer.
 
     Attributes:
         grid: height and width of the grid; None before a run inside :meth:`watch`.
@@ -37,22 +37,23 @@ class PatchGrid:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Record the output size of convolutions that run before a mixer inside the ``with``."""
-        reached = False
+        mixer_ran = False
 
-        def see_grid(module: nn.Module, args: Any, output: Any) -> None:
-            if not reached and isinstance(output, Tensor) and output.dim() == 4:
+        def record_size(module: nn.Module, args: Any, output: Any) -> None:
+            """Forward hook of a convolution: the last size before a mixer stays in ``grid``."""
+            if not mixer_ran and isinstance(output, Tensor) and output.dim() == 4:
                 self.grid = (output.shape[-2], output.shape[-1])
 
-        def see_mixer(module: nn.Module, args: Any) -> None:
-            nonlocal reached
-            reached = True
+        def note_mixer(module: nn.Module, args: Any) -> None:
+            nonlocal mixer_ran
+            mixer_ran = True
 
         convolutions = [m for m in self.model.modules() if isinstance(m, nn.Conv2d)]
         with ExitStack() as stack:
             for convolution in convolutions:
-                stack.enter_context(hooked(convolution.register_forward_hook, see_grid))
+                stack.enter_context(hooked(convolution.register_forward_hook, record_size))
             for mixer in self.mixers:
-                stack.enter_context(hooked(mixer.register_forward_pre_hook, see_mixer))
+                stack.enter_context(hooked(mixer.register_forward_pre_hook, note_mixer))
             yield
 
     def sums(self, pixels: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ def patch_sums(pixels: Tensor, grid: tuple[int, int]) -> Tensor:
     out = pixels.sum(1)
     for dim, cells in zip((1, 2), grid, strict=True):
         size = out.shape[dim]
-        cell = torch.arange(size, device=out.device) * cells // size
+        cell = torch.arange(size, device=out.device) * cells // size  # of each row or column
         shape = [*out.shape[:dim], cells, *out.shape[dim + 1 :]]
         out = out.new_zeros(shape).index_add(dim, cell, out)
     return out
@@ -101,14 +102,16 @@ class ImageProbe(PatchGrid):
         height, width = self.grid
         index = torch.arange(tokens, device=images.device)
         if height * width < tokens:
-            # examples may not mix: run one image and a different one, up to the first block
+            # two runs, because the examples of one batch may not be independent.  The second image
+            # is flipped, negated and has a ramp, so that each patch changes, even of a plain image
             changed = images[:1].flip(1, 2, 3) * -0.7 + torch.linspace(
                 -1, 1, images[0].numel(), dtype=images.dtype, device=images.device
             ).view_as(images[:1])
             first, second = self._block_input(run, images[:1]), self._block_input(run, changed)
             is_patch = (first != second).flatten(2).any(-1)[0]
             count = is_patch.sum()
-            if holds(count == height * width):  # assumed on a GPU, to find indices without waiting
+            # on a GPU, holds() may return True and check later, so the size of `index` is set here
+            if holds(count == height * width):
                 index = is_patch.int().argsort(descending=True, stable=True)[: height * width]
             else:
                 index = index[: int(count)]  # refused below
@@ -124,6 +127,7 @@ class ImageProbe(PatchGrid):
         """Run the model up to the first block, and return the tokens entering this block."""
 
         def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            """Stop the run, and return the block's first tensor through the exception."""
             values = (*args, *kwargs.values())
             raise _Reached(next(v for v in values if isinstance(v, Tensor)))
 
@@ -167,6 +171,7 @@ def to_input_tokens(relevance: Tensor, given: Tensor, tokens: int) -> Tensor:
     """
     given = given.to(relevance.device).view(*given.shape, *(1,) * (relevance.dim() - 2))
     given = given.expand(relevance.shape)
+    # relevance of inserted tokens becomes 0, which the scatter below adds to token 0
     relevance_of_known = torch.where(given >= 0, relevance, torch.zeros_like(relevance))
     out = relevance.new_zeros(len(relevance), tokens, *relevance.shape[2:])
     return out.scatter_add(1, given.clamp_min(0), relevance_of_known)
@@ -193,7 +198,10 @@ def spread_over_image(grid: Tensor, images: Tensor) -> Tensor:
 
 
 class TokenLayout:
-    """Converts relevance per token to the shape of ``inputs``; for images ``probe`` is needed."""
+    """Converts relevance per token to the shape of ``inputs``.
+
+    ``probe`` finds the patches of images; None for other inputs.
+    """
 
     def __init__(self, inputs: Tensor, per_token: bool, probe: ImageProbe | None) -> None:
         self._inputs = inputs
@@ -210,12 +218,13 @@ class TokenLayout:
     ) -> list[Tensor]:
         """Convert relevance of the first layer's tokens, for each target, to the input's shape.
 
-        With ``per_token`` the results are (B, L), or (B, h, w) for images with a patch grid.
+        With ``per_token`` the results are (B, L), or (B, h, w) for images with a patch grid. Images
+        without one then have (B, L') for the first layer's L' tokens.
 
         Args:
-            relevances: one relevance tensor (B, L) per target.
-            mask: True for unpadded tokens (B, L), or None.
-            given: index in the input of each token (B, L), or -1; None for 0 .. L - 1.
+            relevances: relevance of the first layer's tokens (B, L'), one tensor per target.
+            mask: True for unpadded tokens (B, L'), or None.
+            given: index in the input of each token (B, L'), or -1; None for 0 .. L' - 1.
             token_map: the 2-D map of tokens, if the first mixer acts on windows of a map, or None.
             run: function that runs the model on one image of the same shape.
         """
@@ -226,7 +235,7 @@ class TokenLayout:
             relevances = [to_input_tokens(x, given, inputs.shape[1]) for x in relevances]
         if probe is None:
             return [spread_over_features(x, inputs, per_token) for x in relevances]
-        if token_map is not None:
+        if token_map is not None:  # all tokens are patches, row by row
             grids = [x.view(-1, *token_map.size) for x in relevances]
         else:
             try:

@@ -24,10 +24,14 @@ _TICK = 1.0
 
 
 class _Bar:
-    """A progress bar, the start and size of the current step, and the labels of all open steps."""
+    """A progress bar with nested steps.
+
+    ``start`` and ``size`` are the current step's fractions of the bar, of length 1. ``labels`` has
+    the labels of all open steps, outermost first.
+    """
 
     def __init__(self, description: str) -> None:
-        self.shown: Any = progress(
+        self.tqdm: Any = progress(
             desc=description, total=1.0, bar_format=_FORMAT, mininterval=0.1, dynamic_ncols=True
         )
         self.start, self.size, self.labels = 0.0, 1.0, list[str]()
@@ -36,20 +40,21 @@ class _Bar:
 
     def _tick(self) -> None:
         while not self._ended.wait(_TICK):
-            self.shown.refresh()
+            self.tqdm.refresh()
 
     def show(self, *labels: str, done: float = 0.0) -> None:
         """Move the bar to the fraction ``done`` of the current step, and show the labels."""
-        self.shown.set_postfix_str(", ".join(filter(None, [*self.labels, *labels])), refresh=False)
-        self.shown.update(max(0.0, self.start + done * self.size - self.shown.n))
+        self.tqdm.set_postfix_str(", ".join(filter(None, [*self.labels, *labels])), refresh=False)
+        # `update` takes a difference; the bar never moves back
+        self.tqdm.update(max(0.0, self.start + done * self.size - self.tqdm.n))
 
     def end(self, *, is_complete: bool) -> None:
         """Close the bar; fill it first if the call is complete."""
         self._ended.set()
         if is_complete:
-            self.shown.set_postfix_str("", refresh=False)
-            self.shown.update(1.0 - self.shown.n)
-        self.shown.close()
+            self.tqdm.set_postfix_str("", refresh=False)
+            self.tqdm.update(1.0 - self.tqdm.n)
+        self.tqdm.close()
 
 
 _current: ContextVar[_Bar | None] = ContextVar("bar", default=None)
@@ -57,7 +62,10 @@ _current: ContextVar[_Bar | None] = ContextVar("bar", default=None)
 
 @contextmanager
 def bar(description: str, show: bool) -> Iterator[None]:
-    """Show a bar inside the ``with``, unless a bar exists already or ``show`` is False."""
+    """Show a bar inside the ``with``, unless an outer call shows one or ``show`` is False.
+
+    The steps inside it, see :func:`step`, move the bar.
+    """
     checks.flags(show_progress=show)
     if not show or _current.get() is not None:
         yield
@@ -74,7 +82,10 @@ def bar(description: str, show: bool) -> Iterator[None]:
 
 @contextmanager
 def step(number: int, count: int, label: str = "") -> Iterator[None]:
-    """Mark the body of the ``with`` as step ``number`` (from 0) of ``count`` in the bar."""
+    """Mark the body of the ``with`` as step ``number`` (from 0) of ``count`` equal steps.
+
+    They divide the current outer step. Without a bar nothing happens.
+    """
     active = _current.get()
     if active is None:
         yield
@@ -85,10 +96,10 @@ def step(number: int, count: int, label: str = "") -> Iterator[None]:
     active.show()
     try:
         yield
-        active.start += active.size
+        active.start += active.size  # the step is complete; not reached after an error
     finally:
         active.labels.pop()
-        if active.start > outer_start + outer_size * number / count:  # the step moved the bar
+        if active.start > outer_start + outer_size * number / count:  # the step is complete
             active.show()
         active.start, active.size = outer_start, outer_size
 
@@ -110,19 +121,20 @@ def counting_runs(model: nn.Module, expected: int | None) -> Iterator[None]:
         expected: the number of examples in all runs together, by which the bar moves. None if it is
             unknown.
     """
-    active, runs, examples = _current.get(), 0, 0  # the model's runs and their examples so far
+    active, runs, examples = _current.get(), 0, 0  # runs of the model, and their examples, so far
     if active is None:
         yield
         return
 
-    def count(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def count_run(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Forward hook: count the run, and its examples by the first tensor with dimensions."""
         nonlocal runs, examples
         runs, tensors = runs + 1, (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         examples += len(next((x for x in tensors if x.dim()), ()))
         active.show(f"run {runs}", done=min(1.0, examples / expected) if expected else 0.0)
-        active.shown.refresh()
+        active.tqdm.refresh()
 
-    handle = model.register_forward_hook(count, with_kwargs=True)
+    handle = model.register_forward_hook(count_run, with_kwargs=True)
     try:
         yield
     finally:

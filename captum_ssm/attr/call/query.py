@@ -12,7 +12,7 @@ from ...errors import OptionError, QueryError
 from ...operators.kernels.truths import holds
 from ...tracing import Layer
 from .checks import as_integer
-from .target_errors import in_few_words
+from .target_errors import format_list
 from .targets import last_real, require_real_target
 
 #: None (found from the model), a name, one position, several positions for all examples, or a
@@ -70,30 +70,34 @@ def query_weights(
     Args:
         query: the option ``query``.
         output: the model's output; its graph includes ``tail`` if :func:`needs_readers`.
-        index: the target's indices, or None.
+        index: the target's indices (B, D) or (B, n, D), or None.
         tail: the last layer.
         mask: True for unpadded tokens (B, L), or None.
     """
     device = tail.output.device
-    size = tail.in_order(tail.output).shape[:2]
+    size = tail.in_order(tail.output).shape[:2]  # (B, L)
     real = torch.ones(size, dtype=torch.bool, device=device) if mask is None else mask.to(device)
     counts = _count_in_query(query, output, index, tail, real)
     total = counts.sum(-1, keepdim=True)
     if not holds((total > 0).all()):
         example = int((total == 0).nonzero()[0, 0])
         raise QueryError(f"inputs[{example}] has only padded tokens. Leave this example out.")
+    # at least float32, because 1 / total would be rounded in half precision
     return counts.to(torch.promote_types(tail.output.dtype, torch.float32)) / total
 
 
 def _count_in_query(
     query: Query, output: Tensor, index: Tensor | None, tail: Layer, real: Tensor
 ) -> Tensor:
-    """Count how many times each token occurs in the query, (B, L); ``real`` is the padding mask."""
+    """Count how many times each token occurs in the query (B, L), or return booleans for 0 and 1.
+
+    ``real`` (B, L) is True for unpadded tokens.
+    """
     batch, tokens = real.shape
     per_token = output.dim() == 3 and output.shape[1] == tokens
     if query is None and per_token:
         require_real_target(index, output, real)
-        # the positions at which the target's tokens are predicted
+        # the positions at which the target's tokens are predicted; index is None for target=None
         return (
             _is_last(real) if index is None else _counts_at(index[..., 0].reshape(batch, -1), real)
         )
@@ -101,7 +105,7 @@ def _count_in_query(
         return real
     if isinstance(query, str) and query == "last":
         return _is_last(real)
-    if needs_readers(query):
+    if needs_readers(query):  # "cls", or None with an output that has no token dimension
         is_read = tokens_read(output, tail) & real
         if query == "cls" and not holds((is_read.sum(-1) == 1).all()):
             raise QueryError(
@@ -113,7 +117,7 @@ def _count_in_query(
     positions = _positions(query)
     if isinstance(query, Tensor) and query.dim() == 1:
         positions = positions[:, None]
-    # (1, K) for all examples, or (B, K)
+    # (1, K) for all examples, or (B, K); K is 1 for an int
     positions = positions.reshape(-1, positions.shape[-1] if positions.dim() else 1)
     return _counts_at(positions.expand(batch, -1), real)
 
@@ -123,8 +127,9 @@ def asked_tokens(
 ) -> range | None:
     """Return a range that includes all query tokens; None if they are not known in advance.
 
-    To avoid a GPU synchronization, only ``query`` is used.  So the result is None for a class
-    token, for the last token before padding, and for positions on a GPU.
+    To avoid a GPU synchronization, no tensor on a GPU is read.  So the result is None for a class
+    token, for the last token before padding, and for positions on a GPU. ``tokens`` is L; the other
+    arguments are those of :func:`query_weights`.
     """
     if query == "mean":
         return range(tokens)
@@ -140,7 +145,7 @@ def asked_tokens(
         positions = _positions(query)
     if positions.device.type != "cpu":
         return None
-    positions = positions % tokens
+    positions = positions % tokens  # negative positions count from the end
     return range(int(positions.min()), int(positions.max()) + 1)
 
 
@@ -154,7 +159,7 @@ def tokens_read(output: Tensor, tail: Layer) -> Tensor:
             "query=None and 'cls' need gradients, but the forward run records no gradients. "
             "Pass query='last', 'mean' or positions."
         )
-    # unequal weights, since a softmax's outputs sum to a constant
+    # unequal weights: the plain sum of a softmax's outputs is constant and has no gradient
     weights = torch.linspace(1, 2, output[0].numel(), dtype=output.dtype, device=output.device)
     with torch.enable_grad():
         probe = (output.reshape(len(output), -1) * weights).sum()
@@ -168,13 +173,16 @@ def tokens_read(output: Tensor, tail: Layer) -> Tensor:
 
 
 def _is_last(real: Tensor) -> Tensor:
-    """Return a mask (B, L), True at the last unpadded token of each example."""
+    """Return a mask (B, L), True at the last unpadded token of each example, if there is one."""
     position = torch.arange(real.shape[1], device=real.device)
     return (position == last_real(real)[:, None]) & real
 
 
 def _counts_at(positions: Tensor, real: Tensor) -> Tensor:
-    """Check ``positions`` (B, K), and count how many times each token occurs in them, (B, L)."""
+    """Count how many times each token occurs in ``positions`` (B, K); return counts (B, L).
+
+    Raise for a position outside the sequence or at a padded token.
+    """
     tokens = real.shape[1]
     outside = positions[(positions < -tokens) | (positions >= tokens)]
     if len(outside):
@@ -189,7 +197,7 @@ def _counts_at(positions: Tensor, real: Tensor) -> Tensor:
         last = last_real(real)
         raise QueryError(
             f"query position {int(positions[padded][0])} is a padded token of example {example}. "
-            f"The last unpadded tokens are at {in_few_words(last)}. Pass query='last', or a tensor "
+            f"The last unpadded tokens are at {format_list(last)}. Pass query='last', or a tensor "
             "with a position for each example."
         )
     counts = torch.zeros(real.shape, dtype=torch.long, device=real.device)

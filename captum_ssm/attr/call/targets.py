@@ -73,11 +73,11 @@ class SumTarget:
             positions, self.tokens.expand_as(positions), self.weights.expand_as(positions)
         )
 
-    def part(self, select: Callable[[Tensor], Tensor]) -> SumTarget:
-        """Return the target for a part of the batch; ``select`` returns it of a tensor (B, n)."""
-        if len(self.positions) == 1:
+    def part(self, take_part: Callable[[Tensor], Tensor]) -> SumTarget:
+        """Return the target for a part of the batch; ``take_part`` selects it from a tensor."""
+        if len(self.positions) == 1:  # for all examples
             return self
-        return SumTarget(select(self.positions), select(self.tokens), select(self.weights))
+        return SumTarget(take_part(self.positions), take_part(self.tokens), take_part(self.weights))
 
 
 def _as_2d(name: str, values: Any) -> Tensor:
@@ -97,7 +97,8 @@ def _as_2d(name: str, values: Any) -> Tensor:
 class Against:
     """A target and its contrast; see :func:`contrasted`.
 
-    If the target has a position, an int as the contrast is a token at the target's position.
+    If the target has a position, an int as the contrast is a token at the target's position. It is
+    then replaced by the pair (position, token).
     """
 
     target: Any
@@ -118,8 +119,8 @@ def each_of(targets: Any) -> Each:
     """Convert a list of targets, each in one of Captum's forms, to an :class:`Each`."""
     if isinstance(targets, str) or not hasattr(targets, "__len__"):
         raise TargetError(
-            f"targets={target_errors.shown(targets)} is not a list. Pass a list of targets in "
-            "Captum's forms, such as [(-1, 3), (-1, 5)]."
+            f"targets={target_errors.format_target(targets)} is not a list. Pass a list of targets "
+            "in Captum's forms, such as [(-1, 3), (-1, 5)]."
         )
     if not len(targets):
         raise TargetError("targets is empty. Pass a list of targets in Captum's forms.")
@@ -138,7 +139,7 @@ def logits_of(output: Any) -> Tensor:
     logits = getattr(output, "logits", None)
     if isinstance(logits, Tensor):
         return logits
-    hidden = getattr(output, "last_hidden_state", None)
+    hidden = getattr(output, "last_hidden_state", None)  # a model without a head
     if isinstance(hidden, Tensor):
         return hidden
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
@@ -160,19 +161,19 @@ def target_index(target: Any, output: Tensor) -> Tensor | None:
     batch, dims = output.shape[0], output.dim() - 1
     if isinstance(target, SumTarget):
         return _sum_target_index(target, output)
-    rows = _index_rows(target, output)
+    rows = _index_rows(target, output)  # one per example
     for row in rows:
         if len(row) != dims:
-            raise target_errors.is_of_other_dimensions(target, row, output)
+            raise target_errors.wrong_dimensions(target, row, output)
         for dimension, (index, size) in enumerate(zip(row, output.shape[1:], strict=True)):
             if not -size <= index < size:
-                raise target_errors.is_outside(target, dimension, index, output)
-    sizes = torch.tensor(output.shape[1:], device="cpu")
+                raise target_errors.index_out_of_range(target, dimension, index, output)
+    sizes = torch.tensor(output.shape[1:], device="cpu")  # % sizes makes indices nonnegative
     return torch.tensor(rows, device="cpu").reshape(batch, dims) % sizes
 
 
 def _sum_target_index(target: SumTarget, output: Tensor) -> Tensor:
-    """Return the positions and tokens of a :class:`SumTarget` as indices (B, n, 2)."""
+    """Return the positions and tokens of a :class:`SumTarget` as nonnegative indices (B, n, 2)."""
     batch = len(output)
     if output.dim() != 3 or len(target.positions) not in (1, batch):
         raise TargetError(
@@ -184,7 +185,7 @@ def _sum_target_index(target: SumTarget, output: Tensor) -> Tensor:
         size = output.shape[1 + dimension]
         outside = values[(values < -size) | (values >= size)]
         if len(outside):
-            raise target_errors.is_outside(target, dimension, int(outside[0]), output)
+            raise target_errors.index_out_of_range(target, dimension, int(outside[0]), output)
         indices.append((values % size).expand(batch, -1))
     return torch.stack(indices, -1)
 
@@ -206,25 +207,30 @@ def require_real_target(index: Tensor | None, output: Tensor, mask: Tensor | Non
     if index is None or mask is None or output.dim() != 3 or output.shape[1] != mask.shape[1]:
         return
     positions = index[..., 0].reshape(len(mask), -1)
+    # on a GPU, holds() may return True and check later; the examples are found only for the error
     if holds(mask.gather(1, positions.to(mask.device)).all()):
         return
     index, mask = index.cpu(), mask.cpu()
     is_padded = ~mask.gather(1, positions.cpu()).all(1)  # (B,)
-    raise target_errors.is_padded(index, is_padded, last_real(mask))
+    raise target_errors.padded_target(index, is_padded, last_real(mask))
 
 
 def select(output: Tensor, index: Tensor | None) -> Tensor:
-    """Return the output's value at a target's indices, one per example (B,)."""
+    """Return the output's value (B,) at indices (B, D), or without indices its only value."""
     if index is not None:
         example = torch.arange(output.shape[0], device=output.device)
         return output[(example, *index.unbind(-1))]
     if output[0].numel() != 1:
-        raise target_errors.is_missing(output)
+        raise target_errors.missing_target(output)
     return output.reshape(-1)
 
 
 def _index_rows(target: Any, output: Tensor) -> list[tuple[int, ...]]:
-    """Convert a target to one tuple of indices per example; one for all examples is repeated."""
+    """Convert a target to one tuple of indices per example; one for all examples is repeated.
+
+    As in Captum, an int, a tuple and a tensor of one number are for all examples, but a list has
+    one entry per example.
+    """
     entries = target.detach().cpu().numpy() if isinstance(target, Tensor) else target
     if isinstance(entries, np.ndarray | np.generic):
         entries = entries.item() if entries.size == 1 else entries.tolist()
@@ -233,22 +239,22 @@ def _index_rows(target: Any, output: Tensor) -> list[tuple[int, ...]]:
     if not isinstance(entries, list):
         return [_as_integers((entries,), target, output)] * len(output)
     if len(entries) != len(output):
-        raise target_errors.is_of_another_batch(target, len(entries), output)
+        raise target_errors.wrong_batch_size(target, len(entries), output)
     rows = (entry if isinstance(entry, tuple | list) else (entry,) for entry in entries)
-    return [_as_integers(row, target, output) for row in rows]
+    return [_as_integers(row, target, output) for row in rows]  # raises for another type
 
 
 def _as_integers(values: Sequence[Any], target: Any, output: Tensor) -> tuple[int, ...]:
-    """Convert indices to ints; raise for bools and other types."""
+    """Convert indices to ints; raise for bools and other types, with ``target`` in the error."""
     indices = []
     for value in values:
         try:
             number: Any = value.item() if isinstance(value, Tensor | np.generic) else value
             index = operator.index(number)
         except (TypeError, ValueError, RuntimeError):
-            raise target_errors.is_no_integer(target, value, output) from None
-        if isinstance(number, bool):
-            raise target_errors.is_no_integer(target, value, output)
+            raise target_errors.index_not_integer(target, value, output) from None
+        if isinstance(number, bool):  # operator.index() accepts a bool
+            raise target_errors.index_not_integer(target, value, output)
         indices.append(index)
     return tuple(indices)
 
@@ -267,12 +273,14 @@ def contrasted(
         contrast: None for the output itself, or one of the forms of :meth:`LatimFlow.attribute`.
             ``"others"`` and ``"all"`` are made linear by treating probabilities as constants; the
             constant summand is then minus their entropy. Default: None.
-        kept: the positions of the output's rows. Default: None, all.
+        kept: the positions of the output's rows, if the model's head ran only at some positions.
+            Default: None, the output has all positions.
 
     Raises:
         TargetError, OptionError: if the target or the contrast does not fit the output.
         NonFiniteError: if the value is NaN or infinite, such as after an overflow.
     """
+    # indices among the kept positions; the error below shows the user's target
     arguments = (target, contrast) if kept is None else kept.among(output, target, contrast)
     value, constant = _contrast_unchecked(output, *arguments)
     if not holds(torch.isfinite(value).all()):
@@ -289,7 +297,7 @@ def contrasted(
 def _contrast_unchecked(output: Tensor, target: Any, contrast: Any) -> tuple[Tensor, Tensor | None]:
     """Compute :func:`contrasted` without the check for values that are NaN or infinite."""
     index = target_index(target, output)
-    if contrast is not None and not isinstance(contrast, str):
+    if contrast is not None and not isinstance(contrast, str):  # a second target
         contrast_index = second_index(contrast, output)
         return _target_value(output, target, index) - _target_value(
             output, contrast, contrast_index
@@ -306,7 +314,8 @@ def _contrast_unchecked(output: Tensor, target: Any, contrast: Any) -> tuple[Ten
             f"contrast={contrast!r} compares with other entries, but an output of shape "
             f"{tuple(output.shape)} has one entry. Pass contrast=None."
         )
-    indices = index if index.dim() == 3 else index[:, None]  # (B, n, dims)
+    # (B, n, D); n is 1, except for a SumTarget
+    indices = index if index.dim() == 3 else index[:, None]
     indices = indices.to(output.device)
     example = torch.arange(len(output), device=output.device)[:, None]
     all_logits = output[(example, *indices[..., :-1].unbind(-1))]  # (B, n, V)
@@ -323,7 +332,8 @@ def _subtract_contrast(
 ) -> tuple[Tensor, Tensor | None]:
     """Subtract the contrast from the target's ``logits`` (B, n); return differences and constants.
 
-    ``tokens`` (B, n, 1) has the index of each of them among ``all_logits`` (B, n, V).
+    From a logit x_t, subtract mean(x), the largest other logit ("runner-up"), or logsumexp(x) with
+    or without x_t ("all", "others"). ``all_logits`` (B, n, V) are x, ``tokens`` (B, n, 1) are t.
     """
     if contrast == "mean":
         return logits - all_logits.mean(-1), None

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import OptionError
 from ...linear import Network
 from ..call import checks
-from ..call.target_errors import shown
+from ..call.target_errors import format_target
 
 #: The baseline of one input: None, a scalar, ``"mean"``, embeddings or ids.
 Baseline = None | float | Literal["mean"] | Tensor
@@ -63,8 +63,8 @@ def baselines_of(network: Network, baselines: Baselines) -> list[Tensor]:
     if len(roots) > 1:  # a number or embeddings would not fit every table
         raise OptionError(
             f"baselines must be 'mean' or token ids, because the model looks up the token ids in "
-            f"{len(roots)} embedding tables (such as an adapter's). Got {shown(baselines)}. Pass "
-            "baselines='mean', or token ids."
+            f"{len(roots)} embedding tables (such as an adapter's). Got "
+            f"{format_target(baselines)}. Pass baselines='mean', or token ids."
         )
     name, accepted, ids = "a layer", "None, 'mean'", ""
     if not starts_at_layer:
