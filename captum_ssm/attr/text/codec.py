@@ -33,7 +33,11 @@ class Codec:
         return type(self._tokenizer).__name__
 
     def encode(self, text: str, *, special: bool) -> Tensor:
-        """Return a text's token ids (L,), with or without the tokenizer's special tokens."""
+        """Return a text's token ids (L,), with or without the tokenizer's special tokens.
+
+        Tokenizers return a list of ids or an object with ``ids``. A tokenizer without the option
+        ``add_special_tokens`` is assumed to add none.
+        """
         encode, options = self._tokenizer.encode, {}
         if not special and _accepts(encode, "add_special_tokens"):
             options["add_special_tokens"] = False
@@ -61,6 +65,7 @@ class Codec:
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Tensor:
         """Return the token ids (L,) of a conversation, ending where the answer begins."""
         apply = getattr(self._tokenizer, "apply_chat_template", None)
+        # a tokenizer without the attribute `chat_template` has its template inside the method
         if apply is None or getattr(self._tokenizer, "chat_template", apply) is None:
             raise InputError(
                 f"The prompt is a list of messages, but {self._name} has no chat template to "
@@ -71,6 +76,7 @@ class Codec:
 
     def encode_with_spans(self, text: str) -> tuple[Tensor, list[Span]]:
         """Return a text's token ids (L,), and the span of characters of each token."""
+        # `is_fast`: a tokenizer of transformers that can return offsets
         if getattr(self._tokenizer, "is_fast", False):
             encoding = self._tokenizer(text, return_offsets_mapping=True)
             return torch.tensor(encoding["input_ids"], dtype=torch.long), encoding["offset_mapping"]
@@ -101,7 +107,7 @@ class Codec:
         """Return each token's piece of the decoded text; None if not known or if L is too large."""
         if len(ids) > _MOST:
             return None
-        # the text may end inside a character
+        # without the end of a text that stops inside a character
         tokens, text = ids.tolist(), self.text_of(ids).rstrip(NO_TEXT)
         try:
             spans = find_spans(text, tokens, self._tokenizer.decode, self._special_ids)
@@ -113,7 +119,7 @@ class Codec:
             # a special token, or the start of a character that is incomplete
             if start == end and (token in self._special_ids or end == len(text)):
                 pieces.append(None)
-            else:
+            else:  # "" for a further token of the same character
                 pieces.append("" if (start, end) == span_before else text[end_so_far:end])
                 span_before = start, end
             end_so_far = max(end_so_far, end)
@@ -139,6 +145,7 @@ class Codec:
 
     def names(self, ids: Tensor) -> list[str]:
         """Return each token's text, or the name in the vocabulary for a token without text."""
+        # decode each id once, because texts repeat tokens
         names_by_id = {token: self._name_of(token) for token in set(ids.tolist())}
         return [names_by_id[token] for token in ids.tolist()]
 
@@ -206,42 +213,50 @@ def find_spans(text: str, ids: Sequence[int], decode: Decode, silent: Container[
         InputError: if the decoded tokens differ from the text.
     """
     spans: list[Span] = []
-    at, latest = 0, list[int]()  # the next character of the text, and the tokens of the last one
-    while len(spans) < len(ids):
+    char, previous = 0, list[int]()  # index of the next character, and the tokens just before it
+    while len(spans) < len(ids):  # len(spans) is the index of the next token
         if ids[len(spans)] in silent:
-            spans.append((at, at))
-            latest = []
+            spans.append((char, char))
+            previous = []
             continue
-        count, piece = _decode_whole(ids[len(spans) : len(spans) + _LONGEST], latest, decode)
-        start, end = _locate(text, at, piece)
+        count, piece = _decode_whole(ids[len(spans) : len(spans) + _LONGEST], previous, decode)
+        start, end = _locate(text, char, piece)
         spans += [(start, end)] * count
-        at, latest = end, list(ids[len(spans) - count : len(spans)])
-    if text[at:].strip():
-        raise InputError(f"The {len(ids)} tokens end before {text[at : at + _QUOTED]!r}.")
+        char, previous = end, list(ids[len(spans) - count : len(spans)])
+    if text[char:].strip():
+        raise InputError(f"The {len(ids)} tokens end before {text[char : char + _QUOTED]!r}.")
     return spans
 
 
-def _decode_whole(ids: Sequence[int], before: list[int], decode: Decode) -> tuple[int, str]:
-    """Return how many leading tokens decode to whole characters (at least 1), and their text."""
-    prefix = decode(before) if before else ""
+def _decode_whole(ids: Sequence[int], previous: list[int], decode: Decode) -> tuple[int, str]:
+    """Return how many leading tokens decode to whole characters (at least 1), and their text.
+
+    ``previous`` are the tokens before them: some tokens decode differently behind others.
+    """
+    prefix = decode(previous) if previous else ""
     for count in range(1, len(ids) + 1):  # a character may have several tokens
         group = list(ids[:count])
-        text = decode(before + group)
+        text = decode(previous + group)
         # some tokens decode differently by themselves: "##ing" in "going"
         piece = text.removeprefix(prefix) if text.startswith(prefix) else decode(group)
         if piece and NO_TEXT not in piece:
             return count, piece
-    return len(ids), ""  # no whole character
+    return len(ids), ""  # no whole character: all tokens get an empty span
 
 
-def _locate(text: str, at: int, piece: str) -> Span:
-    """Return the span of ``piece`` in a text at ``at``, or after whitespace there; else raise."""
+def _locate(text: str, start: int, piece: str) -> Span:
+    """Return the span of ``piece`` in a text at ``start``, or after whitespace there; else raise.
+
+    Only a piece of whitespace may be missing in the text; its span is then empty.
+    """
     if piece.isspace():
-        return (at, at + len(piece)) if text.startswith(piece, at) else (at, at)
+        return (start, start + len(piece)) if text.startswith(piece, start) else (start, start)
     word = piece.strip()
-    while at < len(text) and text[at].isspace():
-        at += 1
-    end = at + len(word)
-    if text[at:end].lower() != word.lower():
-        raise InputError(f"A token is {word!r}, but the text has {text[at : at + _QUOTED]!r}.")
-    return at, end
+    while start < len(text) and text[start].isspace():
+        start += 1
+    end = start + len(word)
+    if text[start:end].lower() != word.lower():
+        raise InputError(
+            f"A token is {word!r}, but the text has {text[start : start + _QUOTED]!r}."
+        )
+    return start, end

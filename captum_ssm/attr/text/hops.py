@@ -75,6 +75,8 @@ def follow(
 ) -> Generator[Against, Row, list[SpanHop]]:
     """Explain the spans of a text, then pass relevance on from the text's tokens in several hops.
 
+    With the rows R[i] of the text's tokens, a hop replaces relevance r[i] by r[i] R[i] / sum(R[i]).
+
     Args:
         text: token ids of the text (n,).
         spans: ranges of the text's tokens.
@@ -90,13 +92,13 @@ def follow(
         The relevance after 0, 1, ... hops.
     """
     count = len(text)
-    parts = []
+    rows = []
     for span in spans:
         positions = torch.arange(span.start, span.stop)
         # the model's input lacks the last token, so token i is predicted at i - count, from the end
         row = yield Against(SumTarget(positions - count, text[positions]), contrast)
-        parts.append(_split_row(row, prompt_length, count))
-    hops_done = [SpanHop(*map(torch.stack, zip(*parts, strict=True)))]
+        rows.append(_split_row(row, prompt_length, count))
+    hops_done = [SpanHop(*map(torch.stack, zip(*rows, strict=True)))]  # S rows of each attribute
     # the sum of each token's row, and whether relevance can be divided by it
     row_sums, is_usable = _row_sums(logits(), text) if hops else (torch.empty(0), torch.empty(0))
     for _ in range(hops):
@@ -106,16 +108,17 @@ def follow(
         total = latest.prompt.abs().sum(1) + latest.text.abs().sum(1)
         if not bool((to_pass.abs().sum(1) > _SMALLEST_REST * total).any()):
             break
-        parts_by_span = []
-        for relevance in to_pass:
+        next_rows = []
+        for relevance in to_pass:  # (n,) for each span
             positions = relevance.nonzero().flatten()
             if not len(positions):
-                parts_by_span.append(_zero_parts(latest))
+                next_rows.append(_zero_parts(latest))
                 continue
+            # one weighted sum of the tokens' rows, so one backward pass
             weights = relevance[positions] / row_sums[positions]
             row = yield Against(SumTarget(positions - count, text[positions], weights), "mean")
-            parts_by_span.append(_split_row(row, prompt_length, count))
-        on_prompt, on_text, _, constants = map(torch.stack, zip(*parts_by_span, strict=True))
+            next_rows.append(_split_row(row, prompt_length, count))
+        on_prompt, on_text, _, constants = map(torch.stack, zip(*next_rows, strict=True))
         hops_done.append(
             SpanHop(latest.prompt + on_prompt, on_text, unresolved, latest.constants + constants)
         )
@@ -123,7 +126,11 @@ def follow(
 
 
 def _split_row(row: Row, prompt_length: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Split a row's relevance into the four attributes of :class:`SpanHop`; unresolved is 0."""
+    """Split a row's relevance into the four attributes of :class:`SpanHop`; unresolved is 0.
+
+    ``count`` is the number of the text's tokens, n. The row has no entry for the last of them,
+    because the model does not read this token.
+    """
     constants = row.output - row.tokens.sum(-1)
     tokens = row.tokens[0].detach().cpu().double()
     on_text = torch.zeros(count, dtype=torch.float64)

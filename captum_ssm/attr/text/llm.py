@@ -171,7 +171,7 @@ class SSMLLMAttribution(Attribution):
                 "not accepted. Pass spans, such as 'token', and attr_method=LatimFlow(model)."
             )
         plan = _TextPlan(
-            spans if spans is not None or not hops else "token",
+            spans if spans is not None or not hops else "token",  # hops need sums, as spans have
             hops,
             None if against is None else self._read_target(against),
             None if resume is None else Path(resume),
@@ -189,7 +189,10 @@ class SSMLLMAttribution(Attribution):
     def _explain_text(
         self, prompt: Prompt, text: Tensor, plan: _TextPlan, options: Mapping[str, Any]
     ) -> SSMLLMAttributionResult:
-        """Explain one text, given as token ids (n,), span by span or token by token."""
+        """Explain one text, given as token ids (n,), span by span or token by token.
+
+        With ``plan.against``, explain that text as well, and subtract its result.
+        """
         prompt_length = len(prompt.ids)
         ids = torch.cat([prompt.ids, text[:-1]])[None].to(self._device)  # the last predicts none
         if plan.spans is not None:
@@ -197,7 +200,7 @@ class SSMLLMAttribution(Attribution):
             if plan.against is None:
                 return result
             resume = None if plan.resume is None else plan.resume / "against"
-            without_against = replace(plan, against=None, resume=resume)
+            without_against = replace(plan, against=None, resume=resume)  # ends the recursion
             against = self._explain_text(prompt, plan.against, without_against, options)
             return subtract_results(result, against)
         # counted from the end, because models may insert tokens at the beginning
@@ -209,12 +212,13 @@ class SSMLLMAttribution(Attribution):
                 f"A text's tokens are explained as targets (position, token): {error} Pass a model "
                 "that returns logits (B, L, vocabulary)."
             ) from error
-        relevance = rows[:, 0].detach().cpu()
+        relevance = rows[:, 0].detach().cpu()  # (n, L)
         self._check_causal(relevance, [prompt_length + i for i in range(len(text))])
         token_attr = prompt.features(relevance[:, :prompt_length]).float()
         return SSMLLMAttributionResult(
             seq_attr=token_attr.sum(0),
             token_attr=token_attr,
+            # a column of zeros for the last token, which the model does not read
             generated_attr=F.pad(relevance[:, prompt_length:], (0, 1)).float(),
             input_tokens=prompt.names,
             output_tokens=self.codec.names(text),
@@ -235,53 +239,61 @@ class SSMLLMAttribution(Attribution):
             options: further arguments of the method.
         """
         spans = read_spans("spans", plan.spans, text, self.codec)  # type: ignore[arg-type]
-        prompt_length, method, rest = len(prompt.ids), self.attr_method, dict(options)
+        prompt_length, method, method_options = len(prompt.ids), self.attr_method, dict(options)
         positions = [i - len(text) for i in range(len(text))]
-        contrast = rest.pop("contrast", None)
+        contrast = method_options.pop("contrast", None)
         if _sums_to_output(method):  # there is one example, so the batch size has no effect
-            checks.count("internal_batch_size", rest.pop("internal_batch_size", None))
+            checks.count("internal_batch_size", method_options.pop("internal_batch_size", None))
 
-        def ask(logits: Callable[[], Tensor]) -> Generator[Against, Row, list[SpanHop]]:
-            """Yield targets, be sent their relevance, and return the hops."""
+        def explain_in_hops(logits: Callable[[], Tensor]) -> Generator[Against, Row, list[SpanHop]]:
+            """Return a generator that yields targets, is sent their rows, and returns the hops.
+
+            With ``plan.resume`` it reads rows that an earlier call saved, and saves new ones.
+            """
             questions = follow(text, spans, prompt_length, contrast, plan.hops, logits)
             steps = len(spans) * (1 + plan.hops)
             if plan.resume is None:
                 return answer_saved(questions, steps)
             name = type(method).__name__
-            key = ids, text, spans, contrast, plan.hops, name, vars(method).get("rule")
+            # all that rows depend on, except for the model and the options
+            call_contents = ids, text, spans, contrast, plan.hops, name, vars(method).get("rule")
             return answer_saved(
-                questions, steps, plan.resume, fingerprint(self.model, options, *key)
+                questions, steps, plan.resume, fingerprint(self.model, options, *call_contents)
             )
 
+        # in one run of the model; in a run per target; or without hops, and with constants of 0
         if hasattr(method, "answer_in_turn"):
-            hops = method.answer_in_turn(ids, positions, ask, **rest)
+            hops = method.answer_in_turn(ids, positions, explain_in_hops, **method_options)
         elif _sums_to_output(method):
-            hops = self._decompose_each_span(ids, ask, positions, rest)
+            hops = self._decompose_each_span(ids, explain_in_hops, positions, method_options)
         else:
             hops = [self._attribute_spans(ids, text, spans, prompt_length, options)]
         last_positions = [prompt_length + span.stop - 1 for span in spans]
+        # the last token is no input, so the inputs' relevance has no column for it
         self._check_causal(torch.cat([hops[0].prompt, hops[0].text[:, :-1]], 1), last_positions)
         if self._is_bidirectional is None and _sums_to_output(method) and len(text) > 1:
-            # no span had later tokens to check: explain the output at the first input token
+            # no span had later tokens to check: explain the output at the first input token.  The
+            # first few ids are enough, but additional arguments may fit only all ids
             first_ids = ids if "additional_forward_args" in options else ids[:, :_FEW]
-            row = method.decompose(first_ids, (-first_ids.shape[1], int(text[0])), **rest)
+            row = method.decompose(first_ids, (-first_ids.shape[1], int(text[0])), **method_options)
             self._check_causal(row.tokens.detach().cpu(), [1])
         names = [self.codec.text_of(text[span.start : span.stop]) for span in spans]
         pieces = joined(self.codec.pieces(text), spans)
         return result_of_spans(prompt, hops, spans, names, pieces)
 
     def _check_causal(self, relevance: Tensor, last_positions: list[int]) -> None:
-        """Raise if relevance (S, L) is behind ``last_positions``, because the model looks ahead.
+        """Raise if a row of relevance (S, L) is nonzero from its entry of ``last_positions`` on.
 
-        Methods of other packages are not checked. The answer is kept in ``_is_bidirectional``.
+        Those tokens come after the explained output, so the model must look ahead. Methods of
+        other packages are not checked. The answer is kept in ``_is_bidirectional``.
         """
         if not isinstance(self.attr_method, SSMAttribution):
             return
-        later = torch.arange(relevance.shape[1]) >= torch.tensor(last_positions)[:, None]
-        total, beyond = (x.abs().sum(1) for x in (relevance, relevance * later))
-        if bool((beyond > _ROUNDING * total).any()):
+        is_later = torch.arange(relevance.shape[1]) >= torch.tensor(last_positions)[:, None]
+        total, on_later = (x.abs().sum(1) for x in (relevance, relevance * is_later))
+        if bool((on_later > _ROUNDING * total).any()):
             self._is_bidirectional = True
-        elif bool(later.any()):
+        elif bool(is_later.any()):
             self._is_bidirectional = False
         if self._is_bidirectional:
             raise OptionError(
@@ -291,21 +303,23 @@ class SSMLLMAttribution(Attribution):
             )
 
     def _decompose_each_span(
-        self, ids: Tensor, ask: Any, positions: list[int], options: Mapping[str, Any]
+        self, ids: Tensor, explain_in_hops: Any, positions: list[int], options: Mapping[str, Any]
     ) -> list[SpanHop]:
-        """Decompose the targets that ``ask`` yields, with one run of the model per target."""
+        """Decompose the targets that ``explain_in_hops`` yields, with one model run per target."""
 
         def logits() -> Tensor:
+            """Run the model, and return its logits (n, V) for the text's tokens."""
             with torch.no_grad():
                 return logits_of(call_model(self.forward_func, ids, ()))[0, positions]
 
         def answer(target: Against) -> Row:
+            """Decompose one target, with its contrast."""
             row: Row = self.attr_method.decompose(
                 ids, target.target, contrast=target.contrast, **options
             )
             return row
 
-        return answer_questions(ask(logits), answer)
+        return answer_questions(explain_in_hops(logits), answer)
 
     def _attribute_spans(
         self,
@@ -315,11 +329,15 @@ class SSMLLMAttribution(Attribution):
         prompt_length: int,
         options: Mapping[str, Any],
     ) -> SpanHop:
-        """Explain spans with a method whose relevance does not sum to the output."""
+        """Explain spans with a method whose relevance does not sum to the output.
+
+        There are no hops, because a hop divides by such a sum; constants are returned as 0.
+        """
         index_lists = [torch.arange(span.start, span.stop) for span in spans]
         targets = [SumTarget(index - len(text), text[index]) for index in index_lists]
         rows = self.attr_method.attribute_each(ids, targets, **options)[:, 0].detach().cpu()
-        if not getattr(self.attr_method, "needs_gradient", True):  # rows are means over positions
+        # without gradients a method returns means over the span's positions: convert to sums
+        if not getattr(self.attr_method, "needs_gradient", True):
             rows = rows * torch.tensor([len(span) for span in spans]).to(rows)[:, None]
         rows = rows.double()
         on_text = F.pad(rows[:, prompt_length:], (0, 1))
@@ -353,10 +371,11 @@ class SSMLLMAttribution(Attribution):
             )
         inputs = ids[None].to(self._device)
         options = dict(_default_gen_args(generate, len(ids)) if gen_args is None else gen_args)
+        # without a mask, `generate` may treat prompt tokens equal to the padding token as padding
         if "attention_mask" in inspect.signature(type(self.model).forward).parameters:
             options.setdefault("attention_mask", torch.ones_like(inputs))
         sequences = generate(inputs, **options)
-        sequences = getattr(sequences, "sequences", sequences)
+        sequences = getattr(sequences, "sequences", sequences)  # of an output object
         if len(sequences) != 1 or sequences.shape[1] <= len(ids):
             raise OptionError(
                 f"With gen_args={gen_args!r} the model generated sequences of shape "
@@ -417,7 +436,10 @@ def _are_texts(target: Any) -> bool:
 
 
 def _default_gen_args(generate: Any, tokens: int) -> dict[str, Any]:
-    """Return arguments for greedy decoding; mamba_ssm's ``max_length`` includes the prompt."""
+    """Return arguments for greedy decoding; mamba_ssm's ``max_length`` includes the prompt.
+
+    The temperature and top_p of a model's own configuration would cause warnings, so they are None.
+    """
     if "max_length" in inspect.signature(generate).parameters:
         return {"max_length": tokens + _NEW_TOKENS}
     return {"max_new_tokens": _NEW_TOKENS, "do_sample": False, "temperature": None, "top_p": None}

@@ -55,7 +55,7 @@ def read_prompt(prompt: Any, codec: Codec, skip_tokens: SkipTokens = None) -> Pr
                 "its values. Leave skip_tokens out, or pass the prompt as a str."
             )
         return _read_template(prompt, codec)
-    if isinstance(prompt, TextTokenInput):
+    if isinstance(prompt, TextTokenInput):  # Captum's values are names of the unmasked tokens
         ids = _require_tokens(prompt.inp_tensor[0], "The prompt")
         is_feature = torch.ones_like(ids, dtype=torch.bool)
         if prompt.itp_mask is not None:
@@ -101,7 +101,7 @@ def read_ids(value: Any, name: str) -> Tensor:
 
 
 def _require_tokens(ids: Tensor, name: str) -> Tensor:
-    """Return token ids on the CPU; raise if the prompt has no tokens."""
+    """Return token ids on the CPU; raise if there are none."""
     if not len(ids):
         raise InputError(f"{name} has no tokens. Pass at least one token.")
     return ids.cpu()
@@ -135,6 +135,7 @@ def _is_skipped(ids: Tensor, codec: Codec, skip_tokens: SkipTokens) -> Tensor:
     skipped = set(skip_tokens or ())
     if not skipped:
         return torch.zeros_like(ids, dtype=torch.bool)
+    # the user may pass the id, the text or the name in the vocabulary
     identities = zip(ids.tolist(), codec.names(ids), codec.own_names(ids), strict=True)
     return torch.tensor([not skipped.isdisjoint(token) for token in identities])
 
@@ -149,12 +150,14 @@ def _read_template(prompt: TextTemplateInput, codec: Codec) -> Prompt:
     ids = _require_tokens(ids, "The prompt")
     shares = torch.zeros(prompt.n_itp_features, len(ids), dtype=torch.float64)
     for value, start, end in _find_values(prompt, text):
+        # with a mask, several values may be one feature
         feature = value if prompt.mask is None else prompt.formatted_mask[value]
         for token, (token_start, token_end) in enumerate(token_spans):
             shares[feature, token] += max(0, min(end, token_end) - max(start, token_start))
     shares /= shares.sum(0).clamp_min(1)  # tokens outside all values have share 0
 
     def features(relevance: Tensor) -> Tensor:
+        """Convert relevance of tokens (..., L) to the shape of Captum's values."""
         by_feature: Tensor = prompt.format_attr(relevance @ shares.to(relevance).T)
         return by_feature
 
@@ -162,13 +165,17 @@ def _read_template(prompt: TextTemplateInput, codec: Codec) -> Prompt:
 
 
 def _find_values(prompt: TextTemplateInput, text: str) -> list[tuple[int, int, int]]:
-    """Return (value index, start, end) for each occurrence of a value in the filled template."""
+    """Return (value index, start, end) for each occurrence of a value in the filled template.
+
+    To find them, fill the template with values between two marks, private characters that stand
+    for the value's index.
+    """
     marked = [f"{chr(_MARK + i)}{value}{chr(_MARK + i)}" for i, value in enumerate(prompt.values)]
     if prompt.dict_keys:
         text_with_marks = prompt.format_fn(**dict(zip(prompt.dict_keys, marked, strict=True)))
     else:
         text_with_marks = prompt.format_fn(*marked)
-    # the first mark of a value is its start, the second its end; the marks are no characters
+    # the first mark of a value is its start, the second its end; marks are not counted
     places, starts, characters = [], dict[int, int](), []
     for character in text_with_marks:
         index = ord(character) - _MARK

@@ -46,9 +46,13 @@ class SpanParts:
         return self.outputs - self.hops[-1].total
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one dictionary per hop, span and source of relevance, for a DataFrame."""
+        """Return one dictionary per hop, span and source of relevance, for a DataFrame.
+
+        Its keys are hop, span (an index), of (the span's text), kind, from and relevance.
+        """
         rows = []
-        for number, hop in enumerate(self.hops):
+        for hop_number, hop in enumerate(self.hops):
+            # kind, names of the n sources, and relevance (S, n)
             sources = (
                 ("prompt", self.features, hop.prompt),
                 ("text", self.names, hop.text),
@@ -56,7 +60,7 @@ class SpanParts:
                 ("constants", [""], hop.constants[:, None]),
             )
             for index, span in enumerate(self.names):
-                common = {"hop": number, "span": index, "of": span}
+                common = {"hop": hop_number, "span": index, "of": span}
                 rows += [
                     {**common, "kind": kind, "from": name, "relevance": relevance}
                     for kind, names, values in sources
@@ -87,20 +91,24 @@ def result_of_spans(
     names: list[str],
     pieces: Pieces | None,
 ) -> SSMLLMAttributionResult:
-    """Sum relevance of tokens over features and spans, and return the result."""
+    """Sum relevance of tokens over the prompt's features and the text's spans; return the result.
+
+    ``hops`` has relevance of single tokens; ``names`` and ``pieces`` are those of the spans.
+    """
 
     def by_span(on_text: Tensor) -> Tensor:
+        """Sum relevance of tokens (S, n) over the tokens of each span, (S, S)."""
         return torch.stack([on_text[:, s.start : s.stop].sum(1) for s in spans], 1)
 
-    summed = []
+    hops_by_feature = []
     for hop in hops:
         features = prompt.features(hop.prompt)
         text, unresolved = by_span(hop.text), by_span(hop.unresolved)
         assigned = features.sum(1) + text.sum(1) + unresolved.sum(1)
         # constants, and tokens in no feature or span
-        summed.append(SpanHop(features, text, unresolved, hop.total - assigned))
-    parts = SpanParts(tuple(spans), names, prompt.names, summed)
-    last = summed[-1]
+        hops_by_feature.append(SpanHop(features, text, unresolved, hop.total - assigned))
+    parts = SpanParts(tuple(spans), names, prompt.names, hops_by_feature)
+    last = hops_by_feature[-1]
     return SSMLLMAttributionResult(
         seq_attr=last.prompt.sum(0).float(),
         token_attr=last.prompt.float(),
@@ -118,13 +126,14 @@ def subtract_results(
 ) -> SSMLLMAttributionResult:
     """Return ``first`` minus the prompt's relevance in ``second``, the result for a second text.
 
-    All other relevance and the constants of ``second`` are subtracted from the constants.
+    All other relevance and the constants of ``second`` are subtracted from the constants, because
+    the texts have different tokens. So the total is the difference of both totals.
     """
     assert first.spans is not None and second.spans is not None
-    count = max(len(first.spans.hops), len(second.spans.hops))  # the shorter repeats its last
+    hop_count = max(len(first.spans.hops), len(second.spans.hops))  # the shorter repeats its last
     hops = []
-    for number in range(count):
-        hop, other = (x[min(number, len(x) - 1)] for x in (first.spans.hops, second.spans.hops))
+    for i in range(hop_count):
+        hop, other = (x[min(i, len(x) - 1)] for x in (first.spans.hops, second.spans.hops))
         not_on_prompt = other.total - other.prompt.sum(1)
         prompt = hop.prompt - other.prompt
         hops.append(SpanHop(prompt, hop.text, hop.unresolved, hop.constants - not_on_prompt))
@@ -199,9 +208,9 @@ class SSMLLMAttributionResult(Result, LLMAttributionResult):
         if self.spans is not None:
             return self.spans.rows()
         return [
-            {"of": token, "from": feature, "relevance": x}
-            for token, values in zip(self.output_tokens, self.token_attr.tolist(), strict=True)
-            for feature, x in zip(self.input_tokens, values, strict=True)
+            {"of": token, "from": feature, "relevance": relevance}
+            for token, row in zip(self.output_tokens, self.token_attr.tolist(), strict=True)
+            for feature, relevance in zip(self.input_tokens, row, strict=True)
         ]
 
     def _state(self) -> dict[str, Any]:

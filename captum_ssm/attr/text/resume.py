@@ -33,7 +33,7 @@ class SavedRow:
 
 
 def answer_saved(
-    targets: Generator[Against, Row, T], total: int, folder: Path | None = None, call: str = ""
+    targets: Generator[Against, Row, T], total: int, folder: Path | None = None, key: str = ""
 ) -> Generator[Against, Row, T]:
     """Answer targets from decompositions in ``folder``; yield all others, and save the answers.
 
@@ -42,7 +42,7 @@ def answer_saved(
         total: the number of progress steps to show, one for each target.
         folder: the folder for decompositions, each saved at once; created if missing. Default:
             None, nothing is saved.
-        call: the :func:`fingerprint` of the call. Default: ``""``.
+        key: the :func:`fingerprint` of the call. Default: ``""``.
 
     Yields:
         Targets to decompose. The caller sends each decomposition back.
@@ -57,21 +57,22 @@ def answer_saved(
     if folder is not None:
         make_folder(folder)
         fingerprint_file = folder / _FINGERPRINT_FILE
-        if fingerprint_file.exists() and fingerprint_file.read_text("utf-8") != call:
+        if fingerprint_file.exists() and fingerprint_file.read_text("utf-8") != key:
             raise OptionError(
                 f"resume={str(folder)!r} holds results for a different model, text, span or "
                 "option. Pass an empty folder, or the folder of this call."
             )
-        write_whole(fingerprint_file, call)
+        write_whole(fingerprint_file, key)
     answer: Row | None = None  # the decomposition of the latest target
-    steps, index = shown(range(total)), 0
+    progress_steps, index = shown(range(total)), 0
     while True:
-        next(steps, None)
+        next(progress_steps, None)  # move the bar; there may be fewer targets than steps
         try:
             target = next(targets) if answer is None else targets.send(answer)
         except StopIteration as stop:
             result: T = stop.value
             return result
+        # a target depends only on earlier answers, so its number identifies it
         path = None if folder is None else folder / f"{index:06d}.pt"
         index += 1
         if path is not None and path.exists():
@@ -84,15 +85,19 @@ def answer_saved(
                 torch.save(vars(answer), beside)
 
 
-def fingerprint(model: nn.Module, options: Mapping[str, Any], *parts: Any) -> str:
-    """Hash the options and the model's parameters and buffers (if offloaded, only their shapes)."""
+def fingerprint(model: nn.Module, options: Mapping[str, Any], *contents: Any) -> str:
+    """Hash the ``contents``, the options, and the model's parameters and buffers.
+
+    Of offloaded parameters only dtypes and shapes are hashed, because their values are not loaded.
+    """
     digest = hashlib.sha256()
-    for part in (*parts, *(f"{name}={options[name]!r}" for name in sorted(options))):
-        digest.update(repr(part.tolist() if isinstance(part, Tensor) else part).encode())
+    for content in (*contents, *(f"{name}={options[name]!r}" for name in sorted(options))):
+        digest.update(repr(content.tolist() if isinstance(content, Tensor) else content).encode())
     for entry in model.state_dict().values():
         for tensor in _plain_tensors(entry):
             digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
             if not tensor.is_meta:
+                # as bytes, because NumPy has no bfloat16
                 digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -101,7 +106,8 @@ def _plain_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the plain tensors in an entry of a state dict, which may be sharded or quantized."""
     if hasattr(value, "full_tensor"):  # a distributed tensor
         value = value.full_tensor()
-    if hasattr(value, "__tensor_flatten__"):  # a tensor subclass, such as a quantized weight
+    # a tensor subclass, such as a quantized weight; the first result has names of its tensors
+    if hasattr(value, "__tensor_flatten__"):
         for name in value.__tensor_flatten__()[0]:
             yield from _plain_tensors(getattr(value, name))
     elif isinstance(value, Tensor):

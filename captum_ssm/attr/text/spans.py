@@ -99,7 +99,10 @@ def _as_range(name: str, entry: Any) -> range:
 
 
 def _split_at(separator: re.Pattern[str], ids: Tensor, codec: Codec) -> list[range]:
-    """Return spans between separators; a token is in the span of the token's first character."""
+    """Return spans between separators; a token is in the span of the token's first character.
+
+    A separator belongs to the span before it, so that no token is left out.
+    """
     text, token_spans = codec.decode_with_spans(ids)
     starts = [0, *(match.end() for match in separator.finditer(text))]
     return _tokens_of_spans(starts, text, token_spans)
@@ -110,19 +113,22 @@ def _tokens_of_spans(
 ) -> list[range]:
     """Return token ranges of the spans that begin at characters ``starts`` of a text.
 
-    ``token_spans`` has each token's characters, of which leading spaces do not count.
+    ``token_spans`` has each token's characters. A token belongs to the span of its first character
+    that is no space. Spans without a token are left out.
     """
     ranges: list[range] = []
-    latest = -1
+    previous_index = -1
     for token, (start, end) in enumerate(token_spans):
+        # a token of only whitespace keeps its last character
         while start < end and text[start].isspace() and start + 1 < end:
             start += 1
-        index = max(latest, bisect_right(starts, start) - 1)
-        if index == latest:
+        # spans ascend, so a token is never in an earlier span than the token before it
+        index = max(previous_index, bisect_right(starts, start) - 1)
+        if index == previous_index:
             ranges[-1] = range(ranges[-1].start, token + 1)
         else:
             ranges.append(range(token, token + 1))
-        latest = index
+        previous_index = index
     return ranges
 
 
@@ -145,12 +151,13 @@ def with_spans(prompt: Prompt, spans: Any, codec: Codec, messages: Any) -> Promp
             ranges = _spans_of_turns(ids, codec, messages)
         else:
             ranges = read_spans("prompt_spans", spans, ids, codec)
-        features = torch.full((len(ids),), -1)
+        features = torch.full((len(ids),), -1)  # each token's feature; -1 outside all spans
         for index, span in enumerate(ranges):
             features[span.start : span.stop] = index
         names = [codec.text_of(ids[span.start : span.stop]) for span in ranges]
         pieces = joined(codec.pieces(ids), ranges)
-    shares = (features == torch.arange(len(names))[:, None]).double() * prompt.kept  # (n_in, L)
+    # (n_in, L): 1 for the tokens of a feature, except for tokens that the prompt leaves out
+    shares = (features == torch.arange(len(names))[:, None]).double() * prompt.kept
     return replace(
         prompt,
         names=names,
@@ -161,7 +168,7 @@ def with_spans(prompt: Prompt, spans: Any, codec: Codec, messages: Any) -> Promp
 
 
 def joined(pieces: Pieces | None, spans: Sequence[range]) -> Pieces | None:
-    """Concatenate the text pieces of the tokens of each span; None for only special tokens."""
+    """Concatenate the text pieces of the tokens of each span; None for a span of special tokens."""
     if pieces is None:
         return None
     texts = [[x for x in pieces[span.start : span.stop] if x is not None] for span in spans]
@@ -170,6 +177,7 @@ def joined(pieces: Pieces | None, spans: Sequence[range]) -> Pieces | None:
 
 def split_pieces(pieces: Pieces, name: str) -> list[range]:
     """Split a text at words, sentences or paragraphs (``name``) into ranges of ``pieces``."""
+    # rebuild the text, and the characters of each piece in it; a special token has none
     text, token_spans = "", list[tuple[int, int]]()
     for piece in pieces:
         if piece == "" and token_spans:  # a further token of the same character
@@ -203,7 +211,7 @@ def _spans_of_turns(ids: Tensor, codec: Codec, messages: Any) -> list[range]:
         )
     text, token_spans = codec.decode_with_spans(ids)
     starts, search_start = [0], 0
-    for content in contents[:-1]:
+    for content in contents[:-1]:  # the next span starts where this message ends
         start = text.find(content.strip(), search_start)
         if start < 0:
             raise InputError(
