@@ -115,10 +115,7 @@ def ratio(name: str, value: Any) -> float:
 
 
 def choice(name: str, value: Any, accepted: Collection[Any]) -> Any:
-    """Check that an option is one of the ``accepted`` names or integers, and return it.
-
-    A British spelling is replaced by the American one.
-    """
+    """Check that an option is an ``accepted`` name or integer; return it, in American spelling."""
     normalized = as_integer(value) if not isinstance(value, str) else _AMERICAN.get(value, value)
     if normalized is None or normalized not in accepted:
         raise OptionError(
@@ -166,10 +163,9 @@ def reduction(reduce: Any) -> Reduce:
         try:
             out = reduce(values)
         except Exception as error:
-            # without memory the caller retries with fewer values, so this error is kept
             out_of_memory = isinstance(error, RuntimeError) and ran_out_of_memory(error)
             if out_of_memory or isinstance(error, MemoryError):
-                raise
+                raise  # the caller retries with fewer values
             raise _reduction_error(reduce, f"raised {type(error).__name__}: {error}") from error
         if not isinstance(out, Tensor):
             raise _reduction_error(reduce, f"returned {type(out).__name__}, not a tensor")
@@ -196,8 +192,7 @@ def as_integer(value: Any) -> int | None:
     """Convert an integer of Python, NumPy or torch to an int; return None for other values."""
     if isinstance(value, Tensor | np.ndarray) and value.ndim:
         return None
-    try:
-        # item() returns a Python number, so that a bool of NumPy or torch is seen as a bool below
+    try:  # item() converts a bool of NumPy or torch to a Python bool
         plain: Any = value.item() if isinstance(value, Tensor | np.ndarray | np.generic) else value
         return None if isinstance(plain, bool) else operator.index(plain)
     except (TypeError, ValueError, RuntimeError):

@@ -68,8 +68,7 @@ def mean_over(model: Callable[..., Any], mask: Any = None) -> Callable[..., Tens
             )
         weights = _is_largest(logits) if booleans is None else _fit_mask(booleans, logits)
         pixel_dims = tuple(range(2, logits.dim()))
-        # without pixels the sum is 0, and so is the mean
-        return (logits * weights).sum(pixel_dims) / weights.sum(pixel_dims).clamp_min(1)
+        return (logits * weights).sum(pixel_dims) / weights.sum(pixel_dims).clamp_min(1)  # 0 / 1
 
     return means
 
@@ -93,10 +92,7 @@ def _is_largest(logits: Tensor) -> Tensor:
 
 
 def _fit_mask(mask: Tensor, logits: Tensor) -> Tensor:
-    """Return the mask as numbers (1 or B, 1, H, W), so that it broadcasts to logits (B, K, H, W).
-
-    Raise if its height, width or batch size differs from the logits.
-    """
+    """Check the mask's shape; return the mask as numbers (1 or B, 1, H, W) for logits."""
     batch, sizes = len(logits), tuple(logits.shape[2:])
     if tuple(mask.shape) not in (sizes, (batch, *sizes)):
         raise InputError(

@@ -55,10 +55,7 @@ def bind_arguments(
     kwargs: Mapping[str, Any],
     advice: Mapping[str, str] = _ADVICE,
 ) -> inspect.BoundArguments:
-    """Bind arguments to a signature; an error shows the function's ``name`` and ``advice``.
-
-    ``advice`` has a sentence for each unknown argument that users of other tools may pass.
-    """
+    """Bind arguments; errors show the function's ``name``, and ``advice`` by unknown argument."""
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -124,10 +121,7 @@ class Reader:
         self._forward_func, self._model = forward_func, model
 
     def convert(self, arguments: dict[str, Any], tensors: dict[str, Any]) -> None:
-        """Convert a call's ``arguments`` in place; add ``tensors``, such as an attention_mask.
-
-        ``tensors`` are the keyword arguments that only the model has, by name; None is left out.
-        """
+        """Convert a call's ``arguments`` in place; add the model's ``tensors``, such as a mask."""
         inputs = ids_if_unpadded(arguments["inputs"])
         if isinstance(inputs, Mapping):  # a tokenizer's output with padding: split off the masks
             key = next((key for key in KEYS if key in inputs), None)
@@ -208,10 +202,7 @@ def classes_of(model: nn.Module) -> dict[str, int]:
 
 
 class _TextTarget(tuple[int, int]):
-    """A target (-1, token id), made from a text that the user passed without a position.
-
-    The type tells :meth:`Reader.convert` that the user did not choose the position -1.
-    """
+    """A target (-1, token id) from a text, for which the user did not choose the position -1."""
 
 
 def is_text(text: Any) -> bool:

@@ -35,10 +35,7 @@ class Kept:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keyword argument that makes the model's head run at these positions.
-
-        Its value is the number of the last positions if they suffice, else a tensor of positions.
-        """
+        """The keyword argument for the model: a number of last positions, or a tensor."""
         count = len(self.positions)
         are_last = self.positions[0] == self.tokens - count
         return {_ARGUMENT: count if are_last else torch.tensor(self.positions)}
@@ -72,8 +69,7 @@ class Kept:
             return target.with_positions(
                 torch.searchsorted(torch.tensor(self.positions), positions)
             )
-        # index (B, 2): one pair per example
-        return [(self.positions.index(p), token) for p, token in index.tolist()]
+        return [(self.positions.index(p), token) for p, token in index.tolist()]  # index (B, 2)
 
 
 def kept_positions(
@@ -88,12 +84,7 @@ def kept_positions(
     A head with a vocabulary of 50,000 takes as much memory as many layers.  Transformers language
     models have an argument for these positions, which does not change the logits at them.
 
-    Args:
-        forward_func: the function that runs the model.
-        inputs: the first input.
-        additional: further arguments of forward_func.
-        questions: the targets and contrasts.
-        modules: further modules whose activations are needed. Default: none.
+    The head must run at all positions if ``modules``, whose activations are needed, include it.
     """
     arguments = (inputs, *additional)
     if inputs.dim() not in (2, 3) or not _head_can_be_limited(forward_func, arguments, modules):
@@ -132,9 +123,8 @@ def _head_can_be_limited(
         if not isinstance(owner, nn.Module) or model not in (owner.forward, owner.__call__):
             return False
         model = owner
-    # unwrap: transformers decorates `forward`
     forward, call = type(model).forward, type(model).__call__
-    package = getattr(inspect.unwrap(forward), "__module__", None) or ""
+    package = getattr(inspect.unwrap(forward), "__module__", None) or ""  # `forward` has decorators
     if package.split(".")[0] != "transformers" or call is not nn.Module.__call__:
         return False
     signature = inspect.signature(forward)
@@ -144,9 +134,8 @@ def _head_can_be_limited(
         by_name = signature.bind(model, *arguments).arguments
     except TypeError:
         return False
-    # the user's own limit, or a loss that needs all logits
     if by_name.get(_ARGUMENT) is not None or by_name.get("labels") is not None:
-        return False
+        return False  # the user's own limit, or a loss over all logits
     head = model.get_output_embeddings()
     if any(part is head for module in modules for part in module.modules()):
         return False

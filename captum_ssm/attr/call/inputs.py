@@ -36,14 +36,8 @@ def positional_arguments(
 ) -> tuple[Any, ...]:
     """Return tensors such as attention_mask as additional_forward_args, in forward_func's order.
 
-    Args:
-        forward_func: the function that runs the model.
-        inputs: the inputs, which determine the batch size.
-        tensors: the tensors, by parameter name of forward_func.
-
-    Raises:
-        InputError: if forward_func has no such positional parameter, or if a tensor's batch size
-            is neither 1 nor the batch size of inputs.
+    ``tensors`` are by parameter name. Raise if forward_func has no such positional parameter, or
+    if a tensor's batch size is neither 1 nor the batch size of ``inputs``.
     """
     passed = " and ".join(f"{name}=" for name in tensors)
     first = inputs[0] if isinstance(inputs, tuple) and inputs else inputs
@@ -57,22 +51,20 @@ def positional_arguments(
     function = runnable(forward_func)
     called = function.forward if isinstance(function, nn.Module) else function
     parameters = inspect.signature(called).parameters
-    # a PEFT wrapper's forward has only *args and **kwargs
     if isinstance(function, nn.Module) and not tensors.keys() <= parameters.keys():
+        # a PEFT wrapper's forward has only *args and **kwargs
         parameters = inspect.signature(_forward_of_base(function)).parameters
-    # positional parameters that follow the inputs
-    following = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
-    names = [p.name for p in following]
+    after_inputs = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    names = [p.name for p in after_inputs]
     if not tensors.keys() <= set(names):
         raise InputError(
             f"{passed} is given, but {getattr(called, '__qualname__', called)} has no positional "
             "parameter of this name. Pass additional_forward_args, in the order of its parameters."
         )
-    # up to the last passed parameter; those between the passed ones get their defaults
     last = max(names.index(name) for name in tensors)
-    return tuple(
+    return tuple(  # up to the last tensor; parameters before it get their defaults
         tensors.get(p.name, None if p.default is p.empty else p.default)
-        for p in following[: last + 1]
+        for p in after_inputs[: last + 1]
     )
 
 
@@ -129,8 +121,7 @@ def several_inputs(inputs: Any, name: str = "inputs") -> tuple[Tensor, tuple[Ten
 def ids_if_unpadded(value: Any) -> Any:
     """Return the ids of a tokenizer's output without padding; return other values unchanged.
 
-    A mask of ones and token types of zeros are the models' defaults, so they can be left out. An
-    output with any other tensor is returned unchanged.
+    A mask of ones and token types of zeros are the models' defaults, so they can be left out.
     """
     if not isinstance(value, Mapping) or not isinstance(value.get("input_ids"), Tensor):
         return value
@@ -215,8 +206,7 @@ def _call_on_embeddings(
     function: nn.Module, inputs: Tensor, additional: tuple[Any, ...], named: Mapping[str, Any]
 ) -> Any:
     """Call a module with embeddings (B, L, E) in place of ids, as :func:`call_model` describes."""
-    # bind the arguments, to learn their names and whether inputs are `input_ids`
-    try:
+    try:  # is the first parameter `input_ids`?
         bound = inspect.signature(_forward_of_base(function)).bind(inputs, *additional, **named)
     except TypeError as error:
         problem = f"additional_forward_args do not fit {type(function).__name__}.forward: {error}."
@@ -326,7 +316,7 @@ class BatchPart:
         """Select the examples from a tensor; return values without a batch dimension unchanged."""
         if isinstance(value, Tensor) and value.dim() > 0 and len(value) == self.batch:
             value = value[self.part]
-            # a clone of an inference tensor can take part in autograd, a view cannot
+            # autograd cannot record a view of an inference tensor
             return value.clone() if value.is_inference() else value
         return value
 
@@ -336,11 +326,10 @@ class BatchPart:
             return Against(self.target(target.target), self.target(target.contrast))
         if isinstance(target, SumTarget):
             return target.part(self)
-        # an int or a tuple is for all examples
         per_example = isinstance(target, list) or getattr(target, "ndim", 0) > 0
         if per_example and not isinstance(target, Tensor) and len(target) == self.batch:
             return target[self.part]  # a list or an array
-        return self(target)
+        return self(target)  # a tensor; or an int or a tuple, which is for all examples
 
     @contextmanager
     def counting(self) -> Iterator[None]:

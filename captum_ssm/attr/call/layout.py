@@ -102,16 +102,15 @@ class ImageProbe(PatchGrid):
         height, width = self.grid
         index = torch.arange(tokens, device=images.device)
         if height * width < tokens:
-            # two runs, because the examples of one batch may not be independent.  The second image
-            # is flipped, negated and has a ramp, so that each patch changes, even of a plain image
+            # two runs, because examples of a batch may be mixed.  Flip, sign and ramp change every
+            # patch, even in a plain image
             changed = images[:1].flip(1, 2, 3) * -0.7 + torch.linspace(
                 -1, 1, images[0].numel(), dtype=images.dtype, device=images.device
             ).view_as(images[:1])
             first, second = self._block_input(run, images[:1]), self._block_input(run, changed)
             is_patch = (first != second).flatten(2).any(-1)[0]
             count = is_patch.sum()
-            # on a GPU, holds() may return True and check later, so the size of `index` is set here
-            if holds(count == height * width):
+            if holds(count == height * width):  # on a GPU checked later, so the size is set here
                 index = is_patch.int().argsort(descending=True, stable=True)[: height * width]
             else:
                 index = index[: int(count)]  # refused below
@@ -127,7 +126,6 @@ class ImageProbe(PatchGrid):
         """Run the model up to the first block, and return the tokens entering this block."""
 
         def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            """Stop the run, and return the block's first tensor through the exception."""
             values = (*args, *kwargs.values())
             raise _Reached(next(v for v in values if isinstance(v, Tensor)))
 
@@ -171,10 +169,9 @@ def to_input_tokens(relevance: Tensor, given: Tensor, tokens: int) -> Tensor:
     """
     given = given.to(relevance.device).view(*given.shape, *(1,) * (relevance.dim() - 2))
     given = given.expand(relevance.shape)
-    # relevance of inserted tokens becomes 0, which the scatter below adds to token 0
     relevance_of_known = torch.where(given >= 0, relevance, torch.zeros_like(relevance))
     out = relevance.new_zeros(len(relevance), tokens, *relevance.shape[2:])
-    return out.scatter_add(1, given.clamp_min(0), relevance_of_known)
+    return out.scatter_add(1, given.clamp_min(0), relevance_of_known)  # token 0 may get a 0
 
 
 def spread_over_features(relevance: Tensor, inputs: Tensor, per_token: bool) -> Tensor:
@@ -198,10 +195,7 @@ def spread_over_image(grid: Tensor, images: Tensor) -> Tensor:
 
 
 class TokenLayout:
-    """Converts relevance per token to the shape of ``inputs``.
-
-    ``probe`` finds the patches of images; None for other inputs.
-    """
+    """Converts relevance per token to the shape of ``inputs``; ``probe`` is None without images."""
 
     def __init__(self, inputs: Tensor, per_token: bool, probe: ImageProbe | None) -> None:
         self._inputs = inputs
@@ -218,8 +212,7 @@ class TokenLayout:
     ) -> list[Tensor]:
         """Convert relevance of the first layer's tokens, for each target, to the input's shape.
 
-        With ``per_token`` the results are (B, L), or (B, h, w) for images with a patch grid. Images
-        without one then have (B, L') for the first layer's L' tokens.
+        With ``per_token`` they are (B, L); for images (B, h, w), or (B, L') without a patch grid.
 
         Args:
             relevances: relevance of the first layer's tokens (B, L'), one tensor per target.

@@ -24,11 +24,7 @@ _TICK = 1.0
 
 
 class _Bar:
-    """A progress bar with nested steps.
-
-    ``start`` and ``size`` are the current step's fractions of the bar, of length 1. ``labels`` has
-    the labels of all open steps, outermost first.
-    """
+    """A bar of length 1, the start and size of the current step, and labels of all open steps."""
 
     def __init__(self, description: str) -> None:
         self.tqdm: Any = progress(
@@ -45,8 +41,7 @@ class _Bar:
     def show(self, *labels: str, done: float = 0.0) -> None:
         """Move the bar to the fraction ``done`` of the current step, and show the labels."""
         self.tqdm.set_postfix_str(", ".join(filter(None, [*self.labels, *labels])), refresh=False)
-        # `update` takes a difference; the bar never moves back
-        self.tqdm.update(max(0.0, self.start + done * self.size - self.tqdm.n))
+        self.tqdm.update(max(0.0, self.start + done * self.size - self.tqdm.n))  # never back
 
     def end(self, *, is_complete: bool) -> None:
         """Close the bar; fill it first if the call is complete."""
@@ -62,10 +57,7 @@ _current: ContextVar[_Bar | None] = ContextVar("bar", default=None)
 
 @contextmanager
 def bar(description: str, show: bool) -> Iterator[None]:
-    """Show a bar inside the ``with``, unless an outer call shows one or ``show`` is False.
-
-    The steps inside it, see :func:`step`, move the bar.
-    """
+    """Show a bar inside the ``with``, unless an outer call shows one or ``show`` is False."""
     checks.flags(show_progress=show)
     if not show or _current.get() is not None:
         yield
@@ -82,10 +74,7 @@ def bar(description: str, show: bool) -> Iterator[None]:
 
 @contextmanager
 def step(number: int, count: int, label: str = "") -> Iterator[None]:
-    """Mark the body of the ``with`` as step ``number`` (from 0) of ``count`` equal steps.
-
-    They divide the current outer step. Without a bar nothing happens.
-    """
+    """Mark the ``with`` as step ``number`` of ``count`` equal parts of the current outer step."""
     active = _current.get()
     if active is None:
         yield

@@ -82,17 +82,14 @@ def query_weights(
     if not holds((total > 0).all()):
         example = int((total == 0).nonzero()[0, 0])
         raise QueryError(f"inputs[{example}] has only padded tokens. Leave this example out.")
-    # at least float32, because 1 / total would be rounded in half precision
+    # at least float32, because half precision would round the weights
     return counts.to(torch.promote_types(tail.output.dtype, torch.float32)) / total
 
 
 def _count_in_query(
     query: Query, output: Tensor, index: Tensor | None, tail: Layer, real: Tensor
 ) -> Tensor:
-    """Count how many times each token occurs in the query (B, L), or return booleans for 0 and 1.
-
-    ``real`` (B, L) is True for unpadded tokens.
-    """
+    """Count how many times each ``real`` token occurs in the query (B, L); a bool is 0 or 1."""
     batch, tokens = real.shape
     per_token = output.dim() == 3 and output.shape[1] == tokens
     if query is None and per_token:
@@ -128,8 +125,7 @@ def asked_tokens(
     """Return a range that includes all query tokens; None if they are not known in advance.
 
     To avoid a GPU synchronization, no tensor on a GPU is read.  So the result is None for a class
-    token, for the last token before padding, and for positions on a GPU. ``tokens`` is L; the other
-    arguments are those of :func:`query_weights`.
+    token, for the last token before padding, and for positions on a GPU.
     """
     if query == "mean":
         return range(tokens)
@@ -179,10 +175,7 @@ def _is_last(real: Tensor) -> Tensor:
 
 
 def _counts_at(positions: Tensor, real: Tensor) -> Tensor:
-    """Count how many times each token occurs in ``positions`` (B, K); return counts (B, L).
-
-    Raise for a position outside the sequence or at a padded token.
-    """
+    """Check ``positions`` (B, K), and count how many times each token occurs in them, (B, L)."""
     tokens = real.shape[1]
     outside = positions[(positions < -tokens) | (positions >= tokens)]
     if len(outside):

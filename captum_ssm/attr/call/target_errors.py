@@ -1,7 +1,4 @@
-"""Errors for targets that do not fit the model's output. Each error shows a form that fits.
-
-The functions return an error, which the caller raises.
-"""
+"""Errors for targets that do not fit the model's output; each shows a form that fits."""
 
 from __future__ import annotations
 
@@ -46,10 +43,7 @@ def wrong_batch_size(target: Any, count: int, output: Tensor) -> TargetError:
 
 
 def wrong_dimensions(target: Any, row: Sequence[int], output: Tensor) -> TargetError:
-    """Return the error for a ``row`` of indices that the output's dimensions do not match.
-
-    ``row`` has the target's indices for one example; the batch dimension has no index.
-    """
+    """Return the error for an example's ``row`` of indices, too many or few for the output."""
     dims = output.dim() - 1
     count = f"{len(row)} {'index' if len(row) == 1 else 'indices'}"
     message = f"target={format_target(target)} has {count} per example, but an output of shape "
@@ -57,8 +51,7 @@ def wrong_dimensions(target: Any, row: Sequence[int], output: Tensor) -> TargetE
     if dims == 2 and len(row) == 1:
         message += ": a single int would select a position, not a token"
     message += _tuple_hint(target, output)
-    # a single int was probably meant as a token, so the example in the advice shows it
-    token = row[0] if len(row) == 1 and 0 <= row[0] < output.shape[-1] else 0
+    token = row[0] if len(row) == 1 and 0 <= row[0] < output.shape[-1] else 0  # probably meant
     return TargetError(f"{message}. {_accepted_form(output, token)}")
 
 
@@ -75,14 +68,11 @@ def index_out_of_range(target: Any, dimension: int, index: int, output: Tensor) 
 def padded_target(index: Tensor, is_padded_example: Tensor, last_real: Tensor) -> TargetError:
     """Return the error for a target at a padded position.
 
-    Args:
-        index: position and token of each example's target (B, 2).
-        is_padded_example: True for examples with this error (B,).
-        last_real: the last unpadded position of each example (B,).
+    ``index`` (B, 2) has each example's position and token; ``is_padded_example`` (B,) marks
+    examples with this error; ``last_real`` (B,) has the last unpadded positions.
     """
     examples = is_padded_example.nonzero().flatten()
     first = int(examples[0])
-    # the same tokens, at unpadded positions
     targets = [(int(p), int(token)) for p, token in zip(last_real, index[:, 1], strict=True)]
     return TargetError(
         f"The target's position {int(index[first, 0])} is a padded token of example {first}"
@@ -138,10 +128,7 @@ def _accepted_form(output: Tensor, token: int = 0) -> str:
 
 
 def _tuple_hint(target: Any, output: Tensor) -> str:
-    """Return a hint, or "", if the target is a list that may be one example's indices.
-
-    A list has one entry per example; indices for all examples must be a tuple.
-    """
+    """Return a hint if a list (one entry per example) looks like one tuple for all, else ""."""
     dims = output.dim() - 1
     indices = target.tolist() if isinstance(target, Tensor | np.ndarray) else target
     if dims < 2 or not isinstance(indices, list) or len(indices) != dims:

@@ -97,8 +97,7 @@ def _as_2d(name: str, values: Any) -> Tensor:
 class Against:
     """A target and its contrast; see :func:`contrasted`.
 
-    If the target has a position, an int as the contrast is a token at the target's position. It is
-    then replaced by the pair (position, token).
+    If the target has a position, an int as the contrast becomes (the target's position, int).
     """
 
     target: Any
@@ -207,8 +206,7 @@ def require_real_target(index: Tensor | None, output: Tensor, mask: Tensor | Non
     if index is None or mask is None or output.dim() != 3 or output.shape[1] != mask.shape[1]:
         return
     positions = index[..., 0].reshape(len(mask), -1)
-    # on a GPU, holds() may return True and check later; the examples are found only for the error
-    if holds(mask.gather(1, positions.to(mask.device)).all()):
+    if holds(mask.gather(1, positions.to(mask.device)).all()):  # on a GPU perhaps checked later
         return
     index, mask = index.cpu(), mask.cpu()
     is_padded = ~mask.gather(1, positions.cpu()).all(1)  # (B,)
@@ -226,11 +224,8 @@ def select(output: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _index_rows(target: Any, output: Tensor) -> list[tuple[int, ...]]:
-    """Convert a target to one tuple of indices per example; one for all examples is repeated.
-
-    As in Captum, an int, a tuple and a tensor of one number are for all examples, but a list has
-    one entry per example.
-    """
+    """Convert a target to one tuple of indices per example; one for all examples is repeated."""
+    # as in Captum, an int, a tuple and a tensor of one number are for all examples, a list is not
     entries = target.detach().cpu().numpy() if isinstance(target, Tensor) else target
     if isinstance(entries, np.ndarray | np.generic):
         entries = entries.item() if entries.size == 1 else entries.tolist()
@@ -273,14 +268,8 @@ def contrasted(
         contrast: None for the output itself, or one of the forms of :meth:`LatimFlow.attribute`.
             ``"others"`` and ``"all"`` are made linear by treating probabilities as constants; the
             constant summand is then minus their entropy. Default: None.
-        kept: the positions of the output's rows, if the model's head ran only at some positions.
-            Default: None, the output has all positions.
-
-    Raises:
-        TargetError, OptionError: if the target or the contrast does not fit the output.
-        NonFiniteError: if the value is NaN or infinite, such as after an overflow.
+        kept: the positions at which the model's head ran. Default: None, all.
     """
-    # indices among the kept positions; the error below shows the user's target
     arguments = (target, contrast) if kept is None else kept.among(output, target, contrast)
     value, constant = _contrast_unchecked(output, *arguments)
     if not holds(torch.isfinite(value).all()):
@@ -314,8 +303,7 @@ def _contrast_unchecked(output: Tensor, target: Any, contrast: Any) -> tuple[Ten
             f"contrast={contrast!r} compares with other entries, but an output of shape "
             f"{tuple(output.shape)} has one entry. Pass contrast=None."
         )
-    # (B, n, D); n is 1, except for a SumTarget
-    indices = index if index.dim() == 3 else index[:, None]
+    indices = index if index.dim() == 3 else index[:, None]  # (B, n, D); a SumTarget has n > 1
     indices = indices.to(output.device)
     example = torch.arange(len(output), device=output.device)[:, None]
     all_logits = output[(example, *indices[..., :-1].unbind(-1))]  # (B, n, V)

@@ -33,15 +33,12 @@ class Codec:
         return type(self._tokenizer).__name__
 
     def encode(self, text: str, *, special: bool) -> Tensor:
-        """Return a text's token ids (L,), with or without the tokenizer's special tokens.
-
-        Tokenizers return a list of ids or an object with ``ids``. A tokenizer without the option
-        ``add_special_tokens`` is assumed to add none.
-        """
+        """Return a text's token ids (L,), with or without the tokenizer's special tokens."""
         encode, options = self._tokenizer.encode, {}
         if not special and _accepts(encode, "add_special_tokens"):
             options["add_special_tokens"] = False
         encoding = encode(text, **options)
+        # a list of ids, or an object of the tokenizers library
         return torch.tensor(list(getattr(encoding, "ids", encoding)), dtype=torch.long)
 
     def ids_of(self, text: str | Sequence[Mapping[str, str]]) -> Tensor:
@@ -65,7 +62,6 @@ class Codec:
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> Tensor:
         """Return the token ids (L,) of a conversation, ending where the answer begins."""
         apply = getattr(self._tokenizer, "apply_chat_template", None)
-        # a tokenizer without the attribute `chat_template` has its template inside the method
         if apply is None or getattr(self._tokenizer, "chat_template", apply) is None:
             raise InputError(
                 f"The prompt is a list of messages, but {self._name} has no chat template to "
@@ -76,8 +72,7 @@ class Codec:
 
     def encode_with_spans(self, text: str) -> tuple[Tensor, list[Span]]:
         """Return a text's token ids (L,), and the span of characters of each token."""
-        # `is_fast`: a tokenizer of transformers that can return offsets
-        if getattr(self._tokenizer, "is_fast", False):
+        if getattr(self._tokenizer, "is_fast", False):  # one of transformers, with offsets
             encoding = self._tokenizer(text, return_offsets_mapping=True)
             return torch.tensor(encoding["input_ids"], dtype=torch.long), encoding["offset_mapping"]
         encoding = self._tokenizer.encode(text)
@@ -145,8 +140,7 @@ class Codec:
 
     def names(self, ids: Tensor) -> list[str]:
         """Return each token's text, or the name in the vocabulary for a token without text."""
-        # decode each id once, because texts repeat tokens
-        names_by_id = {token: self._name_of(token) for token in set(ids.tolist())}
+        names_by_id = {token: self._name_of(token) for token in set(ids.tolist())}  # each id once
         return [names_by_id[token] for token in ids.tolist()]
 
     def own_names(self, ids: Tensor) -> list[str]:
@@ -200,17 +194,8 @@ def find_spans(text: str, ids: Sequence[int], decode: Decode, silent: Container[
     All tokens that make one character get the span of this character. Differences in whitespace and
     case are ignored, because tokenizers may change both.
 
-    Args:
-        text: the text that was encoded.
-        ids: the token ids of the text.
-        decode: function that decodes token ids.
-        silent: ids without text, such as special tokens.
-
-    Returns:
-        A span for each token; an empty span for silent tokens.
-
-    Raises:
-        InputError: if the decoded tokens differ from the text.
+    ``silent`` ids, such as special tokens, have no text and get an empty span. Raise if the decoded
+    tokens differ from the text.
     """
     spans: list[Span] = []
     char, previous = 0, list[int]()  # index of the next character, and the tokens just before it
@@ -229,15 +214,12 @@ def find_spans(text: str, ids: Sequence[int], decode: Decode, silent: Container[
 
 
 def _decode_whole(ids: Sequence[int], previous: list[int], decode: Decode) -> tuple[int, str]:
-    """Return how many leading tokens decode to whole characters (at least 1), and their text.
-
-    ``previous`` are the tokens before them: some tokens decode differently behind others.
-    """
+    """Return how many tokens after ``previous`` decode to a whole character, and their text."""
     prefix = decode(previous) if previous else ""
     for count in range(1, len(ids) + 1):  # a character may have several tokens
         group = list(ids[:count])
         text = decode(previous + group)
-        # some tokens decode differently by themselves: "##ing" in "going"
+        # after others, some tokens decode differently than by themselves: "##ing" in "going"
         piece = text.removeprefix(prefix) if text.startswith(prefix) else decode(group)
         if piece and NO_TEXT not in piece:
             return count, piece
@@ -245,11 +227,8 @@ def _decode_whole(ids: Sequence[int], previous: list[int], decode: Decode) -> tu
 
 
 def _locate(text: str, start: int, piece: str) -> Span:
-    """Return the span of ``piece`` in a text at ``start``, or after whitespace there; else raise.
-
-    Only a piece of whitespace may be missing in the text; its span is then empty.
-    """
-    if piece.isspace():
+    """Return the span of ``piece`` in ``text`` at ``start`` or after whitespace, or raise."""
+    if piece.isspace():  # may be missing in the text
         return (start, start + len(piece)) if text.startswith(piece, start) else (start, start)
     word = piece.strip()
     while start < len(text) and text[start].isspace():

@@ -76,17 +76,15 @@ def follow(
     """Explain the spans of a text, then pass relevance on from the text's tokens in several hops.
 
     With the rows R[i] of the text's tokens, a hop replaces relevance r[i] by r[i] R[i] / sum(R[i]).
+    Yield targets, for each of which the caller sends a :class:`Row`.
 
     Args:
         text: token ids of the text (n,).
         spans: ranges of the text's tokens.
         prompt_length: the number of prompt tokens.
-        contrast: the contrast of the spans' tokens.
+        contrast: the contrast of the spans' tokens; hops use the contrast "mean".
         hops: the largest number of hops.
         logits: function that returns the model's logits for all tokens of the text (n, V).
-
-    Yields:
-        Targets to decompose. The caller sends each decomposition back.
 
     Returns:
         The relevance after 0, 1, ... hops.
@@ -114,7 +112,6 @@ def follow(
             if not len(positions):
                 next_rows.append(_zero_parts(latest))
                 continue
-            # one weighted sum of the tokens' rows, so one backward pass
             weights = relevance[positions] / row_sums[positions]
             row = yield Against(SumTarget(positions - count, text[positions], weights), "mean")
             next_rows.append(_split_row(row, prompt_length, count))
@@ -126,14 +123,10 @@ def follow(
 
 
 def _split_row(row: Row, prompt_length: int, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Split a row's relevance into the four attributes of :class:`SpanHop`; unresolved is 0.
-
-    ``count`` is the number of the text's tokens, n. The row has no entry for the last of them,
-    because the model does not read this token.
-    """
+    """Split a row's relevance into the four attributes of :class:`SpanHop`; unresolved is 0."""
     constants = row.output - row.tokens.sum(-1)
     tokens = row.tokens[0].detach().cpu().double()
-    on_text = torch.zeros(count, dtype=torch.float64)
+    on_text = torch.zeros(count, dtype=torch.float64)  # the model does not read the last token
     on_text[: len(tokens) - prompt_length] = tokens[prompt_length:]
     unresolved = torch.zeros_like(on_text)
     return tokens[:prompt_length], on_text, unresolved, constants.detach().cpu().double().sum()

@@ -189,10 +189,7 @@ class SSMLLMAttribution(Attribution):
     def _explain_text(
         self, prompt: Prompt, text: Tensor, plan: _TextPlan, options: Mapping[str, Any]
     ) -> SSMLLMAttributionResult:
-        """Explain one text, given as token ids (n,), span by span or token by token.
-
-        With ``plan.against``, explain that text as well, and subtract its result.
-        """
+        """Explain one text (n,) by spans or tokens; subtract ``plan.against``, explained alike."""
         prompt_length = len(prompt.ids)
         ids = torch.cat([prompt.ids, text[:-1]])[None].to(self._device)  # the last predicts none
         if plan.spans is not None:
@@ -218,8 +215,7 @@ class SSMLLMAttribution(Attribution):
         return SSMLLMAttributionResult(
             seq_attr=token_attr.sum(0),
             token_attr=token_attr,
-            # a column of zeros for the last token, which the model does not read
-            generated_attr=F.pad(relevance[:, prompt_length:], (0, 1)).float(),
+            generated_attr=F.pad(relevance[:, prompt_length:], (0, 1)).float(),  # 0: not read
             input_tokens=prompt.names,
             output_tokens=self.codec.names(text),
             input_pieces=prompt.pieces,
@@ -246,16 +242,12 @@ class SSMLLMAttribution(Attribution):
             checks.count("internal_batch_size", method_options.pop("internal_batch_size", None))
 
         def explain_in_hops(logits: Callable[[], Tensor]) -> Generator[Against, Row, list[SpanHop]]:
-            """Return a generator that yields targets, is sent their rows, and returns the hops.
-
-            With ``plan.resume`` it reads rows that an earlier call saved, and saves new ones.
-            """
+            """Return a generator that yields targets, is sent their rows, and returns the hops."""
             questions = follow(text, spans, prompt_length, contrast, plan.hops, logits)
             steps = len(spans) * (1 + plan.hops)
             if plan.resume is None:
                 return answer_saved(questions, steps)
-            name = type(method).__name__
-            # all that rows depend on, except for the model and the options
+            name = type(method).__name__  # rows depend on the following, the model and options
             call_contents = ids, text, spans, contrast, plan.hops, name, vars(method).get("rule")
             return answer_saved(
                 questions, steps, plan.resume, fingerprint(self.model, options, *call_contents)
@@ -269,11 +261,11 @@ class SSMLLMAttribution(Attribution):
         else:
             hops = [self._attribute_spans(ids, text, spans, prompt_length, options)]
         last_positions = [prompt_length + span.stop - 1 for span in spans]
-        # the last token is no input, so the inputs' relevance has no column for it
+        # [:, :-1]: the model does not read the last token
         self._check_causal(torch.cat([hops[0].prompt, hops[0].text[:, :-1]], 1), last_positions)
         if self._is_bidirectional is None and _sums_to_output(method) and len(text) > 1:
-            # no span had later tokens to check: explain the output at the first input token.  The
-            # first few ids are enough, but additional arguments may fit only all ids
+            # no span had later tokens to check: explain the output at the first input token.  A few
+            # ids are enough, but additional arguments may fit only all of them
             first_ids = ids if "additional_forward_args" in options else ids[:, :_FEW]
             row = method.decompose(first_ids, (-first_ids.shape[1], int(text[0])), **method_options)
             self._check_causal(row.tokens.detach().cpu(), [1])
@@ -284,8 +276,8 @@ class SSMLLMAttribution(Attribution):
     def _check_causal(self, relevance: Tensor, last_positions: list[int]) -> None:
         """Raise if a row of relevance (S, L) is nonzero from its entry of ``last_positions`` on.
 
-        Those tokens come after the explained output, so the model must look ahead. Methods of
-        other packages are not checked. The answer is kept in ``_is_bidirectional``.
+        Such tokens come after the explained output, so the model looks ahead. The answer is kept
+        in ``_is_bidirectional``. Methods of other packages are not checked.
         """
         if not isinstance(self.attr_method, SSMAttribution):
             return
@@ -329,10 +321,7 @@ class SSMLLMAttribution(Attribution):
         prompt_length: int,
         options: Mapping[str, Any],
     ) -> SpanHop:
-        """Explain spans with a method whose relevance does not sum to the output.
-
-        There are no hops, because a hop divides by such a sum; constants are returned as 0.
-        """
+        """Explain spans with a method whose relevance does not sum to the output: no constants."""
         index_lists = [torch.arange(span.start, span.stop) for span in spans]
         targets = [SumTarget(index - len(text), text[index]) for index in index_lists]
         rows = self.attr_method.attribute_each(ids, targets, **options)[:, 0].detach().cpu()
@@ -436,10 +425,8 @@ def _are_texts(target: Any) -> bool:
 
 
 def _default_gen_args(generate: Any, tokens: int) -> dict[str, Any]:
-    """Return arguments for greedy decoding; mamba_ssm's ``max_length`` includes the prompt.
-
-    The temperature and top_p of a model's own configuration would cause warnings, so they are None.
-    """
+    """Return arguments for greedy decoding; mamba_ssm's ``max_length`` includes the prompt."""
     if "max_length" in inspect.signature(generate).parameters:
         return {"max_length": tokens + _NEW_TOKENS}
+    # temperature and top_p of the model's own configuration would cause warnings
     return {"max_new_tokens": _NEW_TOKENS, "do_sample": False, "temperature": None, "top_p": None}

@@ -165,11 +165,8 @@ def _read_template(prompt: TextTemplateInput, codec: Codec) -> Prompt:
 
 
 def _find_values(prompt: TextTemplateInput, text: str) -> list[tuple[int, int, int]]:
-    """Return (value index, start, end) for each occurrence of a value in the filled template.
-
-    To find them, fill the template with values between two marks, private characters that stand
-    for the value's index.
-    """
+    """Return (value index, start, end) for each occurrence of a value in the filled template."""
+    # fill the template with each value between two marks, private characters for its index
     marked = [f"{chr(_MARK + i)}{value}{chr(_MARK + i)}" for i, value in enumerate(prompt.values)]
     if prompt.dict_keys:
         text_with_marks = prompt.format_fn(**dict(zip(prompt.dict_keys, marked, strict=True)))

@@ -46,10 +46,7 @@ class SpanParts:
         return self.outputs - self.hops[-1].total
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one dictionary per hop, span and source of relevance, for a DataFrame.
-
-        Its keys are hop, span (an index), of (the span's text), kind, from and relevance.
-        """
+        """Return one dictionary per hop, span and source of relevance, for a DataFrame."""
         rows = []
         for hop_number, hop in enumerate(self.hops):
             # kind, names of the n sources, and relevance (S, n)
@@ -91,10 +88,7 @@ def result_of_spans(
     names: list[str],
     pieces: Pieces | None,
 ) -> SSMLLMAttributionResult:
-    """Sum relevance of tokens over the prompt's features and the text's spans; return the result.
-
-    ``hops`` has relevance of single tokens; ``names`` and ``pieces`` are those of the spans.
-    """
+    """Sum relevance of tokens over features and spans; ``names`` and ``pieces`` are of spans."""
 
     def by_span(on_text: Tensor) -> Tensor:
         """Sum relevance of tokens (S, n) over the tokens of each span, (S, S)."""
@@ -126,8 +120,7 @@ def subtract_results(
 ) -> SSMLLMAttributionResult:
     """Return ``first`` minus the prompt's relevance in ``second``, the result for a second text.
 
-    All other relevance and the constants of ``second`` are subtracted from the constants, because
-    the texts have different tokens. So the total is the difference of both totals.
+    All other relevance of ``second`` is subtracted from the constants: it is on different tokens.
     """
     assert first.spans is not None and second.spans is not None
     hop_count = max(len(first.spans.hops), len(second.spans.hops))  # the shorter repeats its last

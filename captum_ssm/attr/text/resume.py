@@ -42,17 +42,10 @@ def answer_saved(
         total: the number of progress steps to show, one for each target.
         folder: the folder for decompositions, each saved at once; created if missing. Default:
             None, nothing is saved.
-        key: the :func:`fingerprint` of the call. Default: ``""``.
-
-    Yields:
-        Targets to decompose. The caller sends each decomposition back.
+        key: the :func:`fingerprint` of the call; raise if the folder has another one.
 
     Returns:
         The return value of ``targets``.
-
-    Raises:
-        OptionError: if the folder has decompositions of a different call.
-        WriteError: if the folder is not writable.
     """
     if folder is not None:
         make_folder(folder)
@@ -86,10 +79,7 @@ def answer_saved(
 
 
 def fingerprint(model: nn.Module, options: Mapping[str, Any], *contents: Any) -> str:
-    """Hash the ``contents``, the options, and the model's parameters and buffers.
-
-    Of offloaded parameters only dtypes and shapes are hashed, because their values are not loaded.
-    """
+    """Hash the options and the model's parameters and buffers (if offloaded, only their shapes)."""
     digest = hashlib.sha256()
     for content in (*contents, *(f"{name}={options[name]!r}" for name in sorted(options))):
         digest.update(repr(content.tolist() if isinstance(content, Tensor) else content).encode())
@@ -97,7 +87,7 @@ def fingerprint(model: nn.Module, options: Mapping[str, Any], *contents: Any) ->
         for tensor in _plain_tensors(entry):
             digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
             if not tensor.is_meta:
-                # as bytes, because NumPy has no bfloat16
+                # uint8, because NumPy has no bfloat16
                 digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -106,8 +96,7 @@ def _plain_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the plain tensors in an entry of a state dict, which may be sharded or quantized."""
     if hasattr(value, "full_tensor"):  # a distributed tensor
         value = value.full_tensor()
-    # a tensor subclass, such as a quantized weight; the first result has names of its tensors
-    if hasattr(value, "__tensor_flatten__"):
+    if hasattr(value, "__tensor_flatten__"):  # a tensor subclass, such as a quantized weight
         for name in value.__tensor_flatten__()[0]:
             yield from _plain_tensors(getattr(value, name))
     elif isinstance(value, Tensor):

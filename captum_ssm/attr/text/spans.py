@@ -40,11 +40,6 @@ def read_spans(name: str, spans: Spans, ids: Tensor, codec: Codec) -> list[range
         spans: the value of the argument.
         ids: token ids of the text (n,).
         codec: the tokenizer.
-
-    Raises:
-        OptionError: if the value is not a name, pattern or list of ranges.
-        InputError: if ranges overlap, are empty or lie outside the text, or if the characters of
-            tokens cannot be found.
     """
     count = len(ids)
     if isinstance(spans, str):
@@ -99,10 +94,7 @@ def _as_range(name: str, entry: Any) -> range:
 
 
 def _split_at(separator: re.Pattern[str], ids: Tensor, codec: Codec) -> list[range]:
-    """Return spans between separators; a token is in the span of the token's first character.
-
-    A separator belongs to the span before it, so that no token is left out.
-    """
+    """Return spans that end after separators; a token is in the span of its first character."""
     text, token_spans = codec.decode_with_spans(ids)
     starts = [0, *(match.end() for match in separator.finditer(text))]
     return _tokens_of_spans(starts, text, token_spans)
@@ -156,7 +148,7 @@ def with_spans(prompt: Prompt, spans: Any, codec: Codec, messages: Any) -> Promp
             features[span.start : span.stop] = index
         names = [codec.text_of(ids[span.start : span.stop]) for span in ranges]
         pieces = joined(codec.pieces(ids), ranges)
-    # (n_in, L): 1 for the tokens of a feature, except for tokens that the prompt leaves out
+    # (n_in, L): 1 for tokens of a feature that the prompt keeps
     shares = (features == torch.arange(len(names))[:, None]).double() * prompt.kept
     return replace(
         prompt,
@@ -177,8 +169,7 @@ def joined(pieces: Pieces | None, spans: Sequence[range]) -> Pieces | None:
 
 def split_pieces(pieces: Pieces, name: str) -> list[range]:
     """Split a text at words, sentences or paragraphs (``name``) into ranges of ``pieces``."""
-    # rebuild the text, and the characters of each piece in it; a special token has none
-    text, token_spans = "", list[tuple[int, int]]()
+    text, token_spans = "", list[tuple[int, int]]()  # the text, and each piece's characters in it
     for piece in pieces:
         if piece == "" and token_spans:  # a further token of the same character
             token_spans.append(token_spans[-1])
