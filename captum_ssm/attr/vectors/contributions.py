@@ -74,7 +74,7 @@ class Contributions:
         linear = layer.written if hooks else layer.linear
         self.shape = linear.operator.shape
         self.paths = paths_of(linear, layer.mixer.module, activation)
-        self.weight, self._behind = _merge_steps(projection_of(linear).weight, way)  # (C, E)
+        self.weight, self._last_steps = _merge_steps(projection_of(linear).weight, way)  # (C, E)
         self._linear = linear
         self._exact = activation == "linearized"
         self._way = way
@@ -85,9 +85,9 @@ class Contributions:
         return self.shape.heads * self.shape.per_head
 
     def total(self) -> Tensor:
-        """Return the sum of the vectors over all sources, (B, L, E), without computing tiles."""
-        before = torch.stack([path.total() for path in self.paths]).sum(0)
-        return along(self._behind, before.flatten(2) @ self.weight)
+        """Return the sum of the vectors over all sources, (B, L, E): the output of all inputs."""
+        summed = torch.stack([path.total() for path in self.paths]).sum(0)
+        return along(self._last_steps, summed.flatten(2) @ self.weight)
 
     def constant(self) -> Tensor:
         """Return the biases' part of the output (B, L, E), which belongs to no token.
@@ -95,6 +95,7 @@ class Contributions:
         With ``activation="linearized"`` this part includes the bias before the activation.
         """
         operator = self._linear.operator
+        # other rules give the bias before the activation to tokens, so only later biases are left
         offset = (operator if self._exact else silenced(operator)).offset()
         values = self._linear.values
         biases = torch.zeros_like(values) if offset is None else offset.expand(values.shape)
@@ -103,32 +104,34 @@ class Contributions:
     def toward(self, direction: Tensor, within: range | None = None) -> Tensor:
         """Return each source's contribution (..., B, L) to the inner product <output, direction>.
 
+        One backward pass through the operator gives the sum over all queries, without vectors.
+
         Args:
             direction: one vector per query (..., B, L, E), usually 0 for most queries.
             within: a range of queries outside of which all vectors are zero, to avoid a GPU
                 synchronization. Default: None, not known.
         """
-        direction = direction.to(self.weight)
-        for step in reversed(self._behind):
+        direction = direction.to(self.weight)  # then go back through the steps and W_out
+        for step in reversed(self._last_steps):
             direction = step.back(direction)
-        shape = direction.shape[:-1]
-        before = direction.new_zeros(*shape, self.channels)  # (..., B, L, C)
+        leading_shape = direction.shape[:-1]
+        at_channels = direction.new_zeros(*leading_shape, self.channels)  # (..., B, L, C)
         if are_noted(direction):  # a range of queries, found without waiting for the GPU
             queries = nonzero_range(direction.ne(0).any(-1)) if within is None else within
-            rows = slice(queries.start, queries.stop)
-            before[..., rows, :] = direction[..., rows, :] @ self.weight.T
+            rows = slice(queries.start, queries.stop)  # all other rows stay 0
+            at_channels[..., rows, :] = direction[..., rows, :] @ self.weight.T
         else:
             is_query = direction.ne(0).any(-1)
-            before[is_query] = direction[is_query] @ self.weight.T
-        before = before.view(*shape, *self.shape[2:])
-        out = self.paths[0].toward(before)
+            at_channels[is_query] = direction[is_query] @ self.weight.T
+        at_channels = at_channels.view(*leading_shape, *self.shape[2:])
+        out = self.paths[0].toward(at_channels)
         for path in self.paths[1:]:
-            out = out + path.toward(before)
+            out = out + path.toward(at_channels)
         return out
 
     def behind(self, vectors: Tensor, index: Tensor) -> Tensor:
         """Apply the affine steps after W_out to the vectors (B, q, s, E) of queries (B, q)."""
-        return along([step.at(index) for step in self._behind], vectors)
+        return along([step.at(index) for step in self._last_steps], vectors)
 
     def before_projection(self, index: Tensor) -> Tensor:
         """Return the vectors (q, B, L, C) of queries (B, q) before the output projection."""
@@ -146,9 +149,10 @@ def tiles(
         index: positions of the queries (B, Q), on the CPU to avoid a synchronization.
         stream: the residual stream (B, L, E), added to the vectors T_i(x_i). Default: None.
     """
+    # a selective scan has thin factors, which are faster for many queries; see scan_tiles.py
     goes_by_scan = len(mixers) == 1 and _suits_scan_tiles(index)
     scans = scans_of(mixers[0].paths) if goes_by_scan else None
-    if scans is None:
+    if scans is None:  # the mixer has another form
         yield from _tiles_by_query(mixers, index, stream)
         return
     on_device = index.to(mixers[0].weight.device)
@@ -165,13 +169,13 @@ def _merge_steps(weight: Tensor, way: Way) -> tuple[Tensor, list[AffineStep]]:
     """Multiply affine steps into a weight (C, E); return the product, and the remaining steps.
 
     A norm's factor per token commutes with all other steps. So this factor is applied later, and
-    the steps after it are multiplied into the weight. Biases are left out.
+    the steps after it are multiplied into the weight. Biases are left out: they are of no token.
     """
     remaining: list[AffineStep] = []  # factors per token, and steps that cannot be merged
     for step in way:
         if step.is_of_tokens:
             remaining.append(AffineStep(step.factor))
-            step = AffineStep(matrix=step.matrix)
+            step = AffineStep(matrix=step.matrix)  # the rest, which may be the identity
         if all(earlier.is_of_tokens for earlier in remaining) and step.is_alike:
             weight = AffineStep(step.factor, step.matrix)(weight)
         else:
@@ -191,16 +195,16 @@ def _tiles_by_query(
 ) -> Iterator[Tile]:
     """Yield tiles for any operator, by computing one row of the operator's matrix per query."""
     batch, tokens = mixers[0].shape[:2]
-    widest = max(max(mixer.weight.shape) for mixer in mixers)
+    widest = max(max(mixer.weight.shape) for mixer in mixers)  # C or E, for memory per vector
     elements = at_a_time(_TILE_ELEMENTS, mixers[0].weight.device)
     queries_at_once = max(1, elements // (batch * tokens * widest))
     on_device = index.to(mixers[0].weight.device)
 
     def rows_of(query_range: range) -> tuple[slice, list[Tensor]]:
-        """Return a slice of queries, and each mixer's vectors before the projection."""
+        """Return a slice of queries, and each mixer's vectors (q, B, L, C) before W_out."""
         queries = slice(query_range.start, query_range.stop)
-        at = on_device[:, queries]
-        return queries, [mixer.before_projection(at) for mixer in mixers]  # (q, B, L, C) each
+        positions = on_device[:, queries]
+        return queries, [mixer.before_projection(positions) for mixer in mixers]
 
     for queries, rows in as_memory_allows(range(index.shape[1]), queries_at_once, rows_of):
         at = on_device[:, queries]
@@ -208,16 +212,19 @@ def _tiles_by_query(
         def tile(source_range: range, queries: slice = queries, rows: list[Tensor] = rows) -> Tile:
             """Return the tile of a range of sources, with vectors added over parallel mixers."""
             sources = slice(source_range.start, source_range.stop)
-            vectors: Tensor | None = None  # (B, q, s, E)
-            for row, mixer in zip(rows, mixers, strict=True):
-                term = (row[:, :, sources] @ mixer.weight).transpose(0, 1)  # q, B, s to B, q, s
+            vectors: Tensor | None = None
+            for mixer_rows, mixer in zip(rows, mixers, strict=True):
+                term = (mixer_rows[:, :, sources] @ mixer.weight).transpose(
+                    0, 1
+                )  # q, B, s to B, q, s
                 term = mixer.behind(term, on_device[:, queries])
-                vectors = term if vectors is None else vectors.add_(term)
+                vectors = term if vectors is None else vectors.add_(term)  # its own memory
             assert vectors is not None
             if stream is not None:
                 _add_stream_at_queries(vectors, on_device[:, queries], sources, stream)
             return Tile(queries, sources, vectors)
 
+        # an index on a GPU is not read, to avoid waiting; L is right for all queries
         stop = int(index[:, queries].max()) + 1 if index.device.type == "cpu" else tokens
         sources = _source_range(rows, at if stream is not None else None, stop)
         yield from as_memory_allows(sources, max(1, elements // (at.numel() * widest)), tile)
@@ -227,6 +234,7 @@ def _contributions_at_queries(path: TapPath, index: Tensor) -> Tensor:
     """Return each token's contribution (q, B, L, H, P) to a path's output at queries (B, q)."""
 
     def of_product(local: Sequence[Operator], core: Operator) -> Tensor:
+        """Return the contributions (q, B, L, H, P) through local . core."""
         # a core that mixes channels: one unit vector per output channel, summed over its inputs
         if _mixes_channels(core):
             units = torch.eye(core.shape.per_head, dtype=core.dtype, device=core.device)
@@ -249,7 +257,7 @@ def _to_sources(weight: Tensor, shares: TapShares) -> Tensor:
     (first_lag, phi), *further_lags = shares
     out = shift_tokens(weight * phi, -first_lag)
     for lag, phi in further_lags:
-        earlier, later = overlap(weight.shape[-3], lag)
+        earlier, later = overlap(weight.shape[-3], lag)  # the tokens j and j + k
         out[..., earlier, :, :].addcmul_(weight[..., later, :, :], phi[..., later, :, :])
     return out
 
@@ -280,11 +288,12 @@ def _local_and_core(
                 f"The operator has no matrix per channel, because {type(part).__name__} acts after "
                 "a part that mixes channels. Put that part first in the Chain, or use LatimFlow."
             )
-    identity = Diagonal(like.new_ones(1, 1, 1, 1), parts[0].shape)
+    identity = Diagonal(like.new_ones(1, 1, 1, 1), parts[0].shape)  # the core if all are local
     return local, Chain(*core) if core else identity
 
 
 def _mixes_channels(operator: Operator) -> bool:
+    """Return True if a part mixes channels: per_channel() returns other operators unchanged."""
     return any(leaf.per_channel() is not leaf for leaf in operator.leaves())
 
 
@@ -304,7 +313,7 @@ def _source_range(rows: Sequence[Tensor], queries: Tensor | None, stop: int) -> 
         stop: the token after the last query, or L if unknown. On a GPU the range ends there if no
             query depends on a later token.
     """
-    # minimum and maximum take a tenth of the time of comparing every number
+    # a row is 0 if its maximum and minimum are, which take a tenth of comparing every number
     bounds = (bound for x in rows for bound in (x.amax(-1), x.amin(-1)))  # (q, B, L) each
     is_source = torch.stack([bound.ne(0).flatten(0, 1).any(0) for bound in bounds]).any(0)
     if queries is not None:
@@ -317,7 +326,7 @@ def _source_range(rows: Sequence[Tensor], queries: Tensor | None, stop: int) -> 
 
 def _add_stream_at_queries(vectors: Tensor, index: Tensor, sources: slice, stream: Tensor) -> None:
     """Add the residual stream (B, L, E) at each query i to the vector T_i(x_i), in place."""
-    column = index - sources.start
+    column = index - sources.start  # of each query among the sources, (B, q)
     inside = (column >= 0) & (column < vectors.shape[2])
     example, query = (torch.arange(size, device=index.device) for size in index.shape)
     # queries outside of the sources add 0, at any column

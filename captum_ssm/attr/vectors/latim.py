@@ -125,7 +125,7 @@ def weighted_rows(
     """
     out = torch.zeros_like(weights)
     batch, length = weights.shape[-2:]
-    if are_noted(weights):  # no device is waited for
+    if are_noted(weights):  # find the rows without waiting for the GPU
         query_range = nonzero_range(weights) if within is None else within
         queries = torch.tensor(query_range, dtype=torch.long, device="cpu")
     else:
@@ -139,10 +139,11 @@ def weighted_rows(
 def _relative_error(layer: Layer, activation: str, mask: Tensor | None) -> float:
     """Return the relative error of one layer's vectors, see :meth:`decomposition_error`."""
     contributions = Contributions(layer, activation)
-    vector_sum = contributions.total() + contributions.constant()
+    vector_sum = contributions.total() + contributions.constant()  # sum of T_i(x_j), and constant
     module_output = layer.in_order(layer.output).to(vector_sum)
     error, magnitude = (module_output - vector_sum).abs(), module_output.abs()
     if mask is not None:
         is_real = mask.to(module_output.device)
         error, magnitude = error[is_real], magnitude[is_real]
+    # an output of zeros has the error 0 / tiny
     return float(error.mean() / magnitude.mean().clamp_min(torch.finfo(magnitude.dtype).tiny))

@@ -106,47 +106,50 @@ def contributions_to(
     """
     assert run.paths is not None
     layers, locals_ = run.layers, run.paths.locals
-    split = len(layers) if by_layer else 1  # rows from here on are of modules within tokens
-    count = split + len(locals_) if by_layer else 1
+    # a row per layer and then per module within tokens; or one row, the sum of all
+    first_local = len(layers) if by_layer else 1
+    row_count = first_local + len(locals_) if by_layer else 1
     passes = [_run_direct_pass(run, question) for question in run.questions]
     like = passes[0].embedding
-    rows = like.new_zeros(len(passes), count, *like.shape)
-    # modules within tokens, sorted by the number of mixers that ran before them
-    pending = sorted((local.mixers, place) for place, local in enumerate(locals_))
+    rows = like.new_zeros(len(passes), row_count, *like.shape)
+    # (mixers before the module, index) of modules within tokens, of which the last is added first
+    pending = sorted((local.mixers, i) for i, local in enumerate(locals_))
     within = _directly_reached(layers, passes) if are_noted(like) else None
 
     # is_zero: no contribution was added yet; is_unmixed: rows are nonzero only in `within`
     is_zero = is_unmixed = True
 
-    def enter_locals(layers_read: int) -> None:
-        """Add contributions of modules, such as MLPs, after at least ``layers_read`` mixers."""
+    def add_locals(mixers_before: int) -> None:
+        """Add contributions of modules, such as MLPs, after at least ``mixers_before`` mixers."""
         nonlocal is_zero
-        while pending and pending[-1][0] >= layers_read:
-            _, place = pending.pop()
+        while pending and pending[-1][0] >= mixers_before:
+            _, i = pending.pop()
             is_zero = False
             for row, direct in zip(rows, passes, strict=True):
-                row[split + place if by_layer else 0] += direct.locals[place].to(row.device)
+                row[first_local + i if by_layer else 0] += direct.locals[i].to(row.device)
 
     with torch.no_grad():
         for stage in shown(stages(layers)[::-1]):
             first = layers.index(stage[0])
             rows = rows.to(stage[-1].values)  # the layers may be on several devices
-            enter_locals(first + 1)
+            add_locals(first + 1)  # modules behind this stage, which carries them back
             if not is_zero and may_hold_any(rows):
                 mixing = make_shares(stage, run, activation)
                 rows = mixing.rmatvec(rows, within if is_unmixed else None)
-            for i, layer in enumerate(stage, first):
+            for i, layer in enumerate(stage, first):  # own terms, after rows went through the stage
                 rows[:, i if by_layer else 0] += _layer_terms(layer, activation, passes, i, within)
                 is_zero = is_unmixed = False
-        enter_locals(0)
+        add_locals(0)
     rows = rows.to(like.device)
     return [
-        LogitContributions(row[:split], row[split:], direct.embedding, direct.biases, direct.output)
+        LogitContributions(
+            row[:first_local], row[first_local:], direct.embedding, direct.biases, direct.output
+        )
         for row, direct in zip(rows, passes, strict=True)
     ]
 
 
-def _directly_reached(layers: Sequence[Layer], passes: Sequence[_Direct]) -> range:
+def _directly_reached(layers: Sequence[Layer], passes: Sequence[_DirectPass]) -> range:
     """Return a range of tokens that includes all nonzero contributions along direct paths."""
     masks = [x.ne(0) for direct in passes for x in direct.locals]
     masks += [
@@ -158,11 +161,12 @@ def _directly_reached(layers: Sequence[Layer], passes: Sequence[_Direct]) -> ran
 
 
 def _layer_terms(
-    layer: Layer, activation: str, passes: Sequence[_Direct], index: int, within: range | None
+    layer: Layer, activation: str, passes: Sequence[_DirectPass], index: int, within: range | None
 ) -> Tensor:
     """Return contributions through layer ``index`` to the T targets of ``passes``, (T, B, L).
 
-    The contribution of the layer's constant is added to ``biases`` of each pass, in place.
+    They are <T_i(x_j), gradient at i>, summed over i, with the gradient along direct paths. The
+    contribution of the layer's constant is added to ``biases`` of each pass, in place.
     """
     shares = Contributions(layer, activation, hooks=False)  # the direct path has the hooks
     constant = shares.constant()
@@ -176,7 +180,7 @@ def _layer_terms(
 
 
 @dataclass(frozen=True, eq=False)
-class _Direct:
+class _DirectPass:
     """The results of one backward pass along the direct paths, which bypass later mixers.
 
     Attributes:
@@ -194,7 +198,7 @@ class _Direct:
     output: Tensor
 
 
-def _run_direct_pass(run: Run, question: Question) -> _Direct:
+def _run_direct_pass(run: Run, question: Question) -> _DirectPass:
     """Run one target's backward pass along direct paths, and return the results of this pass."""
     paths, layers = run.paths, run.layers
     assert paths is not None and question.selected is not None
@@ -212,14 +216,18 @@ def _run_direct_pass(run: Run, question: Question) -> _Direct:
     )
     at_mixers, at_modules = gradients[: len(layers)], gradients[len(layers) :]
     by_token = [_by_token(run, x, g) for x, g in zip(modules, at_modules, strict=True)]
-    locals_, output = by_token[: len(paths.locals)], question.selected.detach()
-    embedding = torch.zeros_like(paths.outputs[0][..., 0], device=output.device)
-    embedding = sum((x.to(output.device) for x in by_token[len(paths.locals) :]), embedding)
-    return _Direct(at_mixers, locals_, embedding, biases, output)
+    # the first modules are local ones, the others begin the residual stream
+    locals_, value = by_token[: len(paths.locals)], question.selected.detach()
+    embedding = torch.zeros_like(paths.outputs[0][..., 0], device=value.device)
+    embedding = sum((x.to(value.device) for x in by_token[len(paths.locals) :]), embedding)
+    return _DirectPass(at_mixers, locals_, embedding, biases, value)
 
 
 def _by_token(run: Run, module: Local, gradient: Tensor) -> Tensor:
-    """Return a module's direct contribution to the output for each first-layer token, (B, L)."""
+    """Return a module's direct contribution for each first-layer token (B, L): gradient x output.
+
+    Raise if it is not 0 and the module's tokens are not known to be the first layer's.
+    """
     layers = run.layers
     batch, tokens = len(layers[0].output), layers[0].tokens
     added = gradient * module.output.detach()
@@ -231,7 +239,7 @@ def _by_token(run: Run, module: Local, gradient: Tensor) -> Tensor:
     by_token = added.reshape(batch, -1, added.shape[-1]).sum(-1)
     at_tokens = by_token
     if module.given is not None:
-        given = module.given.to(by_token.device)
+        given = module.given.to(by_token.device)  # index in the output, or -1 for none
         at_tokens = by_token.gather(1, given.clamp_min(0)) * (given >= 0)
     if at_tokens.shape[1] != tokens or not module.is_placed:
         raise InputError(

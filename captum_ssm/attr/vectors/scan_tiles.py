@@ -64,7 +64,7 @@ class ScanRows:
         self._shares = shares
         self._outer = outer
         self._skip = skip.expand(outer.shape)
-        # in float64: differences of these sums would cancel in float32
+        # sums of dt, in float64: differences of these sums would cancel in float32
         self._clock = doubled(scan.dt).cumsum(1)
         self._reach = max(shares)
         self.shape = scan.shape
@@ -78,16 +78,19 @@ class ScanRows:
         return self._scan.device
 
     def columns(self, sources: slice) -> Columns:
-        """Return the columns of some sources."""
+        """Return the columns of some sources, from which any of their rows can be computed."""
         end = min(sources.stop + self._reach, self.shape.tokens)
         near, states = self._near_entries(sources, end), self._states_after(sources, end)
         return Columns(self, sources.start, end, near, states)
 
     def entries_after(self, states: Tensor, pivot: int, rows: Tensor) -> Tensor:
-        """Return matrix entries (B, rows, S, H) of rows after ``pivot``, from the states there."""
+        """Return matrix entries (B, rows, S, H) of rows after ``pivot``, from the states there.
+
+        outer[i] sum over n of (C[i, n] exp(A[n] (clock[i] - clock[pivot])) state[n, j])
+        """
         scan = self._scan
         elapsed = (self._clock[:, rows] - self._clock[:, pivot, None]).to(states)
-        rates = BINARY * scan.a[:, None]
+        rates = BINARY * scan.a[:, None]  # BINARY: exp2 in place of exp
         factors = (elapsed.transpose(1, 2)[..., None] * rates).exp2_()  # (B, H, rows, N)
         factors *= scan.c[:, None, rows]
         factors *= self._outer[:, rows].transpose(1, 2)[..., None]
@@ -95,12 +98,12 @@ class ScanRows:
         return entries.permute(0, 2, 3, 1)
 
     def _near_entries(self, sources: slice, end: int) -> Tensor:
-        """Return entries (B, T, S, H) of rows up to token ``end - 1``, from T x T matrices."""
+        """Return entries (B, T, S, H) of the rows from the first source to token ``end - 1``."""
         part, tokens = slice(sources.start, end), end - sources.start
         outer, skip = self._outer[:, part], self._skip[:, part]
         shares = {k: share[:, part] for k, share in self._shares.items() if k < tokens}
         width = sources.stop - sources.start
-        if not shares:
+        if not shares:  # all lags are beyond the end of the sequence
             return outer.new_zeros(*outer.shape[:2], width, outer.shape[2])
         band = {lag: share[..., None] for lag, share in shares.items()}
         cut = self._scan.cut(part).entries(outer[..., None], band, range(tokens), by_head=True)
@@ -111,12 +114,16 @@ class ScanRows:
         return matrix[..., :width].permute(0, 2, 3, 1)
 
     def _states_after(self, sources: slice, end: int) -> Tensor:
-        """Return the states after token ``end - 1`` (B, H, N, S), from sums of steps dt."""
+        """Return the states after token ``end - 1`` that each source j writes, (B, H, N, S).
+
+        Sum over lags k, at t = j + k, of exp(A (clock[end - 1] - clock[t])) dt[t] B[t] share[k][t]
+        """
         scan, width = self._scan, sources.stop - sources.start
         batch, _, heads, _ = scan.shape
         states = self._outer.new_zeros(batch, width, scan.a.shape[-1], heads)
         rates = BINARY * scan.a.T
         for lag, share in self._shares.items():
+            # the tokens t at which sources enter the scan with this lag
             tokens = slice(sources.start + lag, min(sources.stop + lag, end))
             if (count := tokens.stop - tokens.start) <= 0:
                 continue
@@ -145,7 +152,7 @@ class Columns(NamedTuple):
     states: Tensor
 
     def entries_of(self, rows: Tensor) -> Tensor:
-        """Return entries (B, rows, S, H) of ``rows``: all before ``end``, or none before."""
+        """Return entries (B, rows, S, H) of ``rows``, all before ``end`` or all from ``end`` on."""
         if int(rows.max()) < self.end:
             return self.near[:, rows - self.start]
         return self.rows.entries_after(self.states, self.end - 1, rows)
@@ -164,16 +171,17 @@ def tiles(ahead: ScanRows, back: ScanRows | None, positions: Sequence[int]) -> I
     elements, width = at_a_time(_TILE_ELEMENTS, ahead.device), ahead.width
     rows_at_once = max(1, elements // (batch * heads * width))
     for sources in parts(tokens, width, backwards=False):
-        first, later = (int((rows < at).sum()) for at in (sources.start, sources.stop))
+        # the number of rows before the first source, and up to the last
+        first_at, first_after = (int((rows < at).sum()) for at in (sources.start, sources.stop))
         # each range between two cuts is a tile: rows far before, near before, at, near after and
-        # far after the sources
-        cuts, forward, backward = [first, later], None, None
-        if first < len(rows):
+        # far after the sources; those before only with a backward scan
+        cuts, forward, backward = [first_at, first_after], None, None
+        if first_at < len(rows):
             forward = ahead.columns(sources)
-            cuts += [max(later, int((rows < forward.end).sum())), len(rows)]
-        if back is not None and later > 0:
+            cuts += [max(first_after, int((rows < forward.end).sum())), len(rows)]
+        if back is not None and first_after > 0:
             backward = back.columns(slice(tokens - sources.stop, tokens - sources.start))
-            cuts = [0, min(first, int((rows < tokens - backward.end).sum())), *cuts]
+            cuts = [0, min(first_at, int((rows < tokens - backward.end).sum())), *cuts]
         tile = partial(_tile, rows, sources, forward, backward)
         for start, stop in pairwise(cuts):
             yield from as_memory_allows(range(start, stop), rows_at_once, tile)
@@ -182,13 +190,14 @@ def tiles(ahead: ScanRows, back: ScanRows | None, positions: Sequence[int]) -> I
 def _tile(
     all_rows: Tensor, sources: slice, ahead: Columns | None, back: Columns | None, span: range
 ) -> ScanTile:
-    """Return the tile of rows at ``positions[some]``, with both scan directions added."""
-    rows, stop, summands = all_rows[span.start : span.stop], sources.stop, []
+    """Return the tile of the rows ``all_rows[span]``, with both scan directions added."""
+    rows, source_stop, summands = all_rows[span.start : span.stop], sources.stop, []
     if ahead is not None and rows[0] >= sources.start:
         summands.append(ahead.entries_of(rows))
         if back is None:  # the scan is causal: later sources do not reach these rows
-            stop = min(stop, int(rows[-1]) + 1)
+            source_stop = min(source_stop, int(rows[-1]) + 1)
     if back is not None and rows[0] < sources.stop:
+        # in reverse order token t is L - 1 - t; flip(2) restores the order of the sources
         summands.append(back.entries_of(back.rows.shape.tokens - 1 - rows).flip(2))
-    entries = sum_tensors(summands)[:, :, : stop - sources.start]
-    return ScanTile(slice(span.start, span.stop), slice(sources.start, stop), entries)
+    entries = sum_tensors(summands)[:, :, : source_stop - sources.start]
+    return ScanTile(slice(span.start, span.stop), slice(sources.start, source_stop), entries)

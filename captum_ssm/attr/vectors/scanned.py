@@ -46,7 +46,10 @@ def scans_of(paths: Sequence[TapPath]) -> ScanMatrices | None:
 
 
 class _ScanProduct(NamedTuple):
-    """A product of operators, and the input by lag, with tokens in the order of the scan."""
+    """A product of operators, outermost first, and the product's input by lag.
+
+    Tokens are in the order in which the scan reads them, reversed if ``backwards``.
+    """
 
     backwards: bool
     parts: Sequence[Operator]
@@ -55,21 +58,21 @@ class _ScanProduct(NamedTuple):
 
 def _in_scan_order(path: TapPath, parts: Sequence[Operator]) -> _ScanProduct | None:
     """Remove the token reversals around a backward scan; return None for different reorderings."""
-    # move the outer reorderings outward, and the inner ones inward
+    # a backward scan is S M S with token reversals S: move the outer S outward, the other inward
     outer, rest = _split_off_permutes(parts, lambda permute: permute.inverse)
     inner, middle = _split_off_permutes(rest[::-1], lambda permute: permute.order)
     middle, inner = middle[::-1], inner[::-1]  # back in the product's order
     orders = [permute.on_host for permute in (*outer, *inner)]
     orders += [] if path.token is None else [path.token]
-    if not orders:
+    if not orders:  # a forward scan
         return _ScanProduct(False, middle, path.shares)
     reverse = torch.arange(len(orders[0]), device="cpu").flip(0)
     if len(outer) != 1 or len(orders) != 2 or not all(torch.equal(x, reverse) for x in orders):
         return None
     if not inner:  # path.token is the inner reordering, so the shares are reversed already
         return _ScanProduct(True, middle, path.shares)
-    if any(lag for lag, _ in path.shares):  # these lags would be negative in reverse order
-        return None
+    if any(lag for lag, _ in path.shares):
+        return None  # these lags would be negative in reverse order
     return _ScanProduct(True, middle, [(0, inner[0].apply(phi)) for _, phi in path.shares])
 
 
@@ -82,21 +85,25 @@ def _split_off_permutes(
         parts: the parts, from one end of a product.
         order: function that returns the order in which a reordering rearranges diagonals.
     """
-    moved: list[Permute] = []
-    diagonals: list[Diagonal] = []  # those passed so far, in the order of tokens at this point
+    permutes: list[Permute] = []
+    diagonals: list[Diagonal] = []  # all so far, with tokens in the order behind the reorderings
     for i, part in enumerate(parts):
         if isinstance(part, Permute):
-            moved.append(part)
+            permutes.append(part)
             diagonals = [diagonal.reordered(order(part)) for diagonal in diagonals]
         elif isinstance(part, Diagonal):
             diagonals.append(part)
         else:
-            return moved, [*diagonals, *parts[i:]]
-    return moved, [*diagonals]
+            return permutes, [*diagonals, *parts[i:]]
+    return permutes, [*diagonals]
 
 
 def _as_scan_rows(parts: Sequence[Operator], shares: TapShares) -> ScanRows | None:
-    """Return the matrix of a product in scan order; None unless the product has Mamba-1's form."""
+    """Return the matrix of a product in scan order; None unless it has Mamba-1's form.
+
+    The form is outer . (scan + skip) . inner, see :func:`scans_of`. The product of ``inner`` and
+    ``shares`` is the scan's input.
+    """
     scans = [(i, scan) for i, part in enumerate(parts) if (scan := _scan_in(part)) is not None]
     if len(scans) != 1:
         return None
@@ -104,23 +111,23 @@ def _as_scan_rows(parts: Sequence[Operator], shares: TapShares) -> ScanRows | No
     outer, core, inner = parts[:place], parts[place], parts[place + 1 :]
     is_outer_diagonal = all(isinstance(part, Diagonal) for part in outer)
     is_inner_banded = all(isinstance(part, Diagonal | ShortConv) for part in inner)
-    if not (is_outer_diagonal and is_inner_banded and scan.b.dim() == 3):
+    if not (is_outer_diagonal and is_inner_banded and scan.b.dim() == 3):  # b common to all heads
         return None
     scan_input = _scan_input(shares, inner)
     if min(scan_input) < 0:  # a convolution looks ahead
         return None
     one = scan.dt.new_ones(1, 1, 1, 1)
-    summands = core.parts if isinstance(core, Sum) else ()
+    summands = core.parts if isinstance(core, Sum) else ()  # without a Sum the skip is 0
     skip = sum((p.weight for p in summands if isinstance(p, Diagonal)), torch.zeros_like(one))
-    factor = one
+    outer_factor = one
     for part in outer:
-        factor = factor * part.tensors()["weight"]
+        outer_factor = outer_factor * part.tensors()["weight"]
     shape = scan.shape
     return ScanRows(
         scan,
-        {lag: share.expand(shape).squeeze(-1) for lag, share in scan_input.items()},
-        factor.expand(shape).squeeze(-1),
-        skip.expand(shape).squeeze(-1),
+        shares={lag: share.expand(shape).squeeze(-1) for lag, share in scan_input.items()},
+        outer=outer_factor.expand(shape).squeeze(-1),
+        skip=skip.expand(shape).squeeze(-1),
     )
 
 
@@ -136,15 +143,18 @@ def _scan_in(part: Operator) -> SelectiveScan | None:
 
 
 def _scan_input(shares: TapShares, inner: Sequence[Operator]) -> Band:
-    """Return token t - k's contribution to the scan's input at t, (B, L, H, P) for each lag k."""
+    """Return token t - k's contribution to the scan's input at t, (B, L, H, P) for each lag k.
+
+    The lags of the taps and of the convolutions in ``inner`` add up.
+    """
     band: Band = {0: shares[0][1].new_ones(1, 1, 1, 1)}  # the product of ``inner``: factors by lag
     for part in reversed(inner):
         next_band = part.after_band(band)
         assert next_band is not None
         band = next_band
-    out: Band = {}
+    by_lag: Band = {}
     for tap, phi in shares:
         for lag, factor in band.items():
             share = factor * shift_tokens(phi, lag)
-            out[tap + lag] = out[tap + lag] + share if tap + lag in out else share
-    return out
+            by_lag[tap + lag] = by_lag[tap + lag] + share if tap + lag in by_lag else share
+    return by_lag

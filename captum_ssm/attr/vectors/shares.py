@@ -60,7 +60,7 @@ class AltiShares:
         mask: Tensor | None = None,
     ) -> None:
         writers, feeders = stage_parts(stage)
-        # bare: no residual stream is added, so no steps follow the mixer's output
+        # bare: no residual stream is added, so steps after the mixer's output are not needed
         is_bare = len(writers) == 1 and not (residual and writers[0].has_stream)
         self._mixers = [Contributions(w, activation, () if is_bare else w.way) for w in writers]
         self._output = torch.stack([mixer.total() for mixer in self._mixers]).sum(0)  # (B, L, E)
@@ -68,7 +68,7 @@ class AltiShares:
         if residual and writers[-1].has_stream:
             self._stream = stream_of(writers[-1], streams, self._output)
             self._output = self._output + self._stream
-        self._fed_by: Tensor | None = None  # product of the feeders' matrices (B, L, L)
+        self._fed_by: Tensor | None = None  # P, the product of the feeders' matrices (B, L, L)
         for feeder in feeders:
             matrix = AltiShares([feeder], streams, activation=activation, mask=mask).matrix()
             self._fed_by = matrix if self._fed_by is None else matrix @ self._fed_by
@@ -77,6 +77,7 @@ class AltiShares:
     @underflow_flushed()
     def rows(self, index: Tensor) -> Tensor:
         """Return the matrix rows (B, Q, L) for queries ``index`` (B, Q); each row sums to 1."""
+        # ALTI's shares relu(|y| - |y - T|) by tile, padding, feeders, and the scaling of each row
         tokens = self._output.shape[1]
         shares = self._output.new_zeros(*index.shape, tokens)
         # with feeding layers, the stream is added below, behind the product with their matrix
@@ -88,14 +89,14 @@ class AltiShares:
         if self._mask is not None:
             is_real = self._mask.to(shares)
             shares *= is_real[:, None] * is_real.gather(1, index)[..., None]
-        identity = index[..., None] == torch.arange(tokens, device=index.device)
-        if self._fed_by is not None:
+        is_own = index[..., None] == torch.arange(tokens, device=index.device)
+        if self._fed_by is not None:  # diag(r) + C P
             shares = shares @ self._fed_by
             if self._stream is not None:
                 stream = tokens_at(self._stream, index)[:, :, None]
-                shares = shares + _share(output, stream) * identity
-        total = shares.sum(-1, keepdim=True)
-        return torch.where(total > 0, shares / total.where(total > 0, 1), identity.to(shares))
+                shares = shares + _share(output, stream) * is_own
+        sums = shares.sum(-1, keepdim=True)
+        return torch.where(sums > 0, shares / sums.where(sums > 0, 1), is_own.to(shares))
 
     def matrix(self) -> Tensor:
         """Return the whole mixing matrix, (B, L, L)."""
@@ -114,6 +115,7 @@ def _share(output: Tensor, vectors: Tensor) -> Tensor:
 
 def stage_parts(stage: Sequence[Layer]) -> tuple[Sequence[Layer], Sequence[Layer]]:
     """Split layers into writers, which add to the residual stream, and feeders of the writers."""
+    # a stage of only feeders, such as a feeder that is explained alone, has no other writers
     writers = [layer for layer in stage if layer.joins != "feeds"] or list(stage)
     return writers, [layer for layer in stage if layer not in writers]
 
@@ -160,7 +162,8 @@ class ProjectionShares:
 
     def rmatvec(self, row: Tensor, within: range | None = None) -> Tensor:
         """Return rows (..., B, L) times the matrix; all rows are 0 outside the range ``within``."""
-        direction = row[..., None] * self._direction  # row_i y_i / |y_i|^2
+        # sum over i of row_i <T_i(x_j), y_i> / |y_i|^2
+        direction = row[..., None] * self._direction
         mixed = torch.stack([mixer.toward(direction, within) for mixer in self._mixers]).sum(0)
         for feeder in reversed(self._feeders):
             mixed = feeder.rmatvec(mixed)

@@ -60,12 +60,12 @@ class TapPath:
     token: Tensor | None = None
 
     def total(self) -> Tensor:
-        """Return the operator's output for the contributions of all tokens, (B, L, H, P)."""
+        """Return the operator's output for the summed contributions of all tokens, (B, L, H, P)."""
         return self.operator.apply(torch.stack([phi for _, phi in self.shares]).sum(0))
 
     def toward(self, direction: Tensor) -> Tensor:
         """Return each token's contribution (..., B, L) to the inner product <output, direction>."""
-        weight = self.operator.transpose(direction)
+        weight = self.operator.transpose(direction)  # of each position of the operator's input
         out = torch.zeros_like(weight[..., 0, 0])
         for lag, phi in self.shares:  # phi at position t is due to t - lag
             at_lag = (weight * phi).sum((-1, -2))[..., None, None]
@@ -74,7 +74,7 @@ class TapPath:
 
     def position_of(self, like: Tensor) -> Tensor:
         """Return the position of each token (L,), on the device of ``like``."""
-        assert self.token is not None
+        assert self.token is not None  # a permutation, whose argsort is its inverse
         return self.token.argsort().to(like.device)
 
 
@@ -116,7 +116,10 @@ def silenced(operator: Operator) -> Operator:
 
 
 def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activation: str) -> TapPath:
-    """Convert a product to a path: the factors after the activation, and their input by lag."""
+    """Convert a product outer . activation . conv . inner to a path: outer, and its input by lag.
+
+    Without an activation, the path is the whole product and the mixer's values.
+    """
     activations = [i for i, part in enumerate(parts) if _is_activation(part)]
     if not activations and not any(_holds_activation(part) for part in parts):
         return TapPath(Chain(*parts), [(0, values)])
@@ -129,13 +132,13 @@ def _path(parts: Sequence[Operator], values: Tensor, module: nn.Module, activati
             "activation='linearized', which works for every mixer."
         )
     token: Tensor | None = None
-    for part in reversed(inner):  # innermost first, as in the mixer
+    for part in reversed(inner):  # innermost first, as in the mixer: they move or scale tokens
         values = part.apply(values)
         if isinstance(part, Permute):
             token = part.on_host if token is None else token[part.on_host]
     taps = _taps(conv, values)
     function = FUNCTIONS[activation]
-    if activation == "silu":
+    if activation == "silu":  # the model's own function
         function = _find_activation(module, sum(taps.values()), parts[place].tensors()["weight"])
     one = values.new_ones(1, 1, 1, 1)
     outer = parts[:place] or [Diagonal(one, parts[place].shape)]  # nothing follows: the identity
@@ -156,7 +159,10 @@ def _taps(conv: ShortConv | None, values: Tensor) -> dict[int, Tensor]:
 
 
 def _find_activation(module: Any, u: Any, ratio: Tensor) -> Function:
-    """Find the module's activation: the function act whose act(u) / u is the frozen ``ratio``."""
+    """Find the module's activation: the function act whose act(u) / u is the frozen ``ratio``.
+
+    ``u`` is the activation's input, the sum of all taps.
+    """
     candidates = [F.silu, *(getattr(module, name, None) for name in _ACTIVATION_NAMES)]
     output = ratio * u
     for function in candidates:
