@@ -214,9 +214,7 @@ def _tiles_by_query(
             sources = slice(source_range.start, source_range.stop)
             vectors: Tensor | None = None
             for mixer_rows, mixer in zip(rows, mixers, strict=True):
-                term = (mixer_rows[:, :, sources] @ mixer.weight).transpose(
-                    0, 1
-                )  # q, B, s to B, q, s
+                term = (mixer_rows[:, :, sources] @ mixer.weight).transpose(0, 1)  # (B, q, s, E)
                 term = mixer.behind(term, on_device[:, queries])
                 vectors = term if vectors is None else vectors.add_(term)  # its own memory
             assert vectors is not None

@@ -96,7 +96,8 @@ def contributions_to(
 ) -> list[LogitContributions]:
     """Decompose the value of each target of a run; each mixing matrix is computed once.
 
-    Relevance goes through the layers from last to first. Each layer's own contribution joins it.
+    From last to first layer, add the direct contribution of the tokens that a layer reads, and
+    trace all contributions so far back through earlier layers with their mixing matrices.
 
     Args:
         run: the run, with its targets.
@@ -153,9 +154,9 @@ def _directly_reached(layers: Sequence[Layer], passes: Sequence[_DirectPass]) ->
     """Return a range of tokens that includes all nonzero contributions along direct paths."""
     masks = [x.ne(0) for direct in passes for x in direct.locals]
     masks += [
-        layer.in_order(toward).ne(0).any(-1)
+        layer.in_order(gradient).ne(0).any(-1)
         for direct in passes
-        for layer, toward in zip(layers, direct.toward, strict=True)
+        for layer, gradient in zip(layers, direct.gradients, strict=True)
     ]
     return nonzero_range(torch.stack([x.to(masks[0].device) for x in masks]))
 
@@ -172,7 +173,7 @@ def _layer_terms(
     constant = shares.constant()
     by_target = []
     for direct in passes:
-        direction = layer.in_order(direct.toward[index]).to(shares.weight)
+        direction = layer.in_order(direct.gradients[index]).to(shares.weight)
         by_target.append(shares.toward(direction, within))
         bias = (direction * constant).flatten(1).sum(1).to(direct.output.device)
         direct.biases[layer.name] = direct.biases.get(layer.name, 0) + bias
@@ -184,14 +185,14 @@ class _DirectPass:
     """The results of one backward pass along the direct paths, which bypass later mixers.
 
     Attributes:
-        toward: gradients of the explained value at each mixer's output, (B, L, E) each.
+        gradients: gradients of the explained value at each mixer's output, (B, L, E) each.
         locals: contributions of each module within tokens, such as an MLP, (B, L) each.
         embedding: contribution of the residual stream entering the first block, (B, L).
         biases: contributions of constants (B,), by the name of the module that adds them.
         output: the explained value (B,).
     """
 
-    toward: Sequence[Tensor]
+    gradients: Sequence[Tensor]
     locals: Sequence[Tensor]
     embedding: Tensor
     biases: dict[str, Tensor]
@@ -215,7 +216,7 @@ def _run_direct_pass(run: Run, question: Question) -> _DirectPass:
         [*paths.outputs, *(module.output for module in modules)],
     )
     at_mixers, at_modules = gradients[: len(layers)], gradients[len(layers) :]
-    by_token = [_by_token(run, x, g) for x, g in zip(modules, at_modules, strict=True)]
+    by_token = [_direct_contribution(run, x, g) for x, g in zip(modules, at_modules, strict=True)]
     # the first modules are local ones, the others begin the residual stream
     locals_, value = by_token[: len(paths.locals)], question.selected.detach()
     embedding = torch.zeros_like(paths.outputs[0][..., 0], device=value.device)
@@ -223,7 +224,7 @@ def _run_direct_pass(run: Run, question: Question) -> _DirectPass:
     return _DirectPass(at_mixers, locals_, embedding, biases, value)
 
 
-def _by_token(run: Run, module: Local, gradient: Tensor) -> Tensor:
+def _direct_contribution(run: Run, module: Local, gradient: Tensor) -> Tensor:
     """Return a module's direct contribution for each first-layer token (B, L): gradient x output.
 
     Raise if it is not 0 and the module's tokens are not known to be the first layer's.

@@ -58,7 +58,7 @@ class _ScanProduct(NamedTuple):
 
 def _in_scan_order(path: TapPath, parts: Sequence[Operator]) -> _ScanProduct | None:
     """Remove the token reversals around a backward scan; return None for different reorderings."""
-    # a backward scan is S M S with token reversals S: move the outer S outward, the other inward
+    # a backward scan is S M S with two token reversals S: move them outward and inward
     outer, rest = _split_off_permutes(parts, lambda permute: permute.inverse)
     inner, middle = _split_off_permutes(rest[::-1], lambda permute: permute.order)
     middle, inner = middle[::-1], inner[::-1]  # back in the product's order
