@@ -82,9 +82,8 @@ def kept_positions(
     """Return the positions at which the head must run; None if the head must run at all positions.
 
     A head with a vocabulary of 50,000 takes as much memory as many layers.  Transformers language
-    models have an argument for these positions, which does not change the logits at them.
-
-    The head must run at all positions if ``modules``, whose activations are needed, include it.
+    models have an argument for these positions, which does not change the logits at them. The head
+    must run at all positions if ``modules``, whose activations are needed, include it.
     """
     arguments = (inputs, *additional)
     if inputs.dim() not in (2, 3) or not _head_can_be_limited(forward_func, arguments, modules):

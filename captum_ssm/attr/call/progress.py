@@ -32,9 +32,10 @@ class _Bar:
         )
         self.start, self.size, self.labels = 0.0, 1.0, list[str]()
         self._ended = threading.Event()
-        threading.Thread(target=self._tick, daemon=True).start()  # redraws the elapsed time
+        threading.Thread(target=self._tick, daemon=True).start()
 
     def _tick(self) -> None:
+        """Redraw the bar every second, until it ends; runs in a thread."""
         while not self._ended.wait(_TICK):
             self.tqdm.refresh()
 

@@ -192,10 +192,9 @@ def find_spans(text: str, ids: Sequence[int], decode: Decode, silent: Container[
     """Find the characters of each token, by decoding tokens and comparing them with the text.
 
     All tokens that make one character get the span of this character. Differences in whitespace and
-    case are ignored, because tokenizers may change both.
+    case are ignored, because tokenizers may change both. Raise if other characters differ.
 
-    ``silent`` ids, such as special tokens, have no text and get an empty span. Raise if the decoded
-    tokens differ from the text.
+    ``silent`` ids, such as special tokens, have no text and get an empty span.
     """
     spans: list[Span] = []
     char, previous = 0, list[int]()  # index of the next character, and the tokens just before it

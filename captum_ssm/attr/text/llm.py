@@ -253,7 +253,7 @@ class SSMLLMAttribution(Attribution):
                 questions, steps, plan.resume, fingerprint(self.model, options, *call_contents)
             )
 
-        # in one run of the model; in a run per target; or without hops, and with constants of 0
+        # three types of methods: one run of the model; one run per target; no hops and constants
         if hasattr(method, "answer_in_turn"):
             hops = method.answer_in_turn(ids, positions, explain_in_hops, **method_options)
         elif _sums_to_output(method):

@@ -80,7 +80,7 @@ class AltiShares:
         # ALTI's shares relu(|y| - |y - T|) by tile, padding, feeders, and the scaling of each row
         tokens = self._output.shape[1]
         shares = self._output.new_zeros(*index.shape, tokens)
-        # with feeding layers, the stream is added below, behind the product with their matrix
+        # a feeder's matrix must not multiply the stream, which is then added below
         added_stream, index_on_host = self._stream if self._fed_by is None else None, index
         index = index.to(self._output.device)
         output = tokens_at(self._output, index)[:, :, None]  # (B, Q, 1, E)
