@@ -8,9 +8,12 @@ import torch
 from captum._utils.common import _select_targets
 from helpers.every_method import METHODS, named
 from torch import Tensor
+from zoo.mamba import transformers_model
 from zoo.small import CLASSES, VOCABULARY, classifier, mamba_lm, token_ids
 
-from captum_ssm import MambaAttribution
+from captum_ssm import LatimFlow, MambaAttribution
+from captum_ssm.attr.call.targets import SumTarget
+from captum_ssm.errors import TargetError
 
 pytestmark = pytest.mark.slow
 
@@ -155,3 +158,10 @@ def test_a_target_of_more_dimensions():
     with pytest.raises(ValueError, match=r"index 5 is not in \[-5, 5\)"):
         cubes.attribute(ids, target=(5, 0, 0))
     assert cubes.attribute(ids, target=(-1, -1, 0)).any()
+
+
+def test_a_sum_with_a_padded_token_is_refused() -> None:
+    ids, mask = token_ids(2, 6), torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    target = SumTarget([2, 5], torch.tensor([1, 2]))
+    with pytest.raises(TargetError, match=r"position 5 is a padded token of example 1"):
+        LatimFlow(transformers_model()).attribute(ids, target, attention_mask=mask)

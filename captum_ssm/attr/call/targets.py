@@ -209,8 +209,10 @@ def require_real_target(index: Tensor | None, output: Tensor, mask: Tensor | Non
     if holds(mask.gather(1, positions.to(mask.device)).all()):  # on a GPU perhaps checked later
         return
     index, mask = index.cpu(), mask.cpu()
-    is_padded = ~mask.gather(1, positions.cpu()).all(1)  # (B,)
-    raise target_errors.padded_target(index, is_padded, last_real(mask))
+    is_real = mask.gather(1, positions.cpu())
+    if index.dim() == 3:  # of several tokens, name each example's first padded one
+        index = index[torch.arange(len(index)), is_real.int().argmin(1)]
+    raise target_errors.padded_target(index, ~is_real.all(1), last_real(mask))
 
 
 def select(output: Tensor, index: Tensor | None) -> Tensor:
