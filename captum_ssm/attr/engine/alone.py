@@ -40,6 +40,7 @@ class PlainRun:
     def require_equal(self, explained: Sequence[tuple[Against, Tensor]]) -> None:
         """Raise unless each explained value (B,) equals the value that forward_func returns."""
         output = self.request.output_alone  # runs the model on the first use
+        # errors are relative to each example's largest finite output
         largest = output.detach().abs().nan_to_num(0, 0, 0).reshape(len(output), -1).amax(1)
         for question, value in explained:
             target, contrast = question.target, question.contrast

@@ -43,7 +43,9 @@ def one_per_input(baselines: Baselines, inputs: int) -> Sequence[Any]:
 def baselines_of_others(network: Network, baselines: Sequence[Baseline]) -> list[Tensor | None]:
     """Return the baseline of each input after the first, in that input's shape; None for 0."""
     return [
-        None if baseline is None else _expanded(baseline, x.detach(), f"inputs[{i}]", "None")
+        None
+        if baseline is None
+        else _expanded(baseline, x.detach(), name=f"inputs[{i}]", accepted="None")
         for i, (baseline, x) in enumerate(zip(baselines, network.mode.others, strict=True), 1)
     ]
 
@@ -80,6 +82,7 @@ def _expanded(baseline: Any, like: Tensor, name: str, accepted: str, ids: str = 
     # a value that cannot be converted is refused below, like one that is not finite
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         expanded = torch.as_tensor(baseline).to(like).expand_as(like)
+        # torch converts True to 1, but a flag was surely not meant as a baseline
         if not isinstance(baseline, bool) and bool(expanded.isfinite().all()):
             return expanded
     got = f"a tensor {tuple(baseline.shape)}" if isinstance(baseline, Tensor) else repr(baseline)
@@ -106,7 +109,7 @@ def _mean(network: Network, root: Tensor) -> Tensor:
             )
         first_dim = 1 if root.dim() < 4 else 2  # an image keeps its channels
         return root.mean(tuple(range(first_dim, root.dim())), keepdim=True).expand_as(root)
-    keep = root.new_ones(root.shape[:2])
+    keep = root.new_ones(root.shape[:2])  # the weight of each token in the mean, 0 for padding
     if mask is not None and mask.shape == root.shape[:2]:
         keep = mask.to(root)
     features = root.flatten(2)

@@ -54,13 +54,14 @@ class Cache(NamedTuple):
 
         The whole value is lost at one token, directly after the last token that attends to it.
         """
-        erasure = 1 + self._last_reader(source)  # (B, H)
+        erasure = 1 + self._last_reader(source)  # (B, H); L, which is no token, if never erased
         t = torch.arange(self.value.shape[1], device=erasure.device)
+        # a source that no token reads, such as padding, was never cached
         is_erased = (t == erasure[..., None]) & (t <= token) & (erasure > source)[..., None]
         return is_erased * self._sizes()[..., source, None]
 
     def without(self, source: int, token: int) -> Tensor:
-        """Return the norm of the source's value if token t did not erase it (B, H, L), by t."""
+        """Return the source's norm after ``token`` if token t erased nothing, (B, H, L) by t."""
         return self.sizes(token)[..., source, None] + self.erased(source, token)
 
     def half_lives(self) -> Tensor:
@@ -90,6 +91,9 @@ class Cache(NamedTuple):
 
 
 def is_causal(attention: DenseHeads) -> bool:
-    """Return True if no token attends to a later token, which a cache requires."""
+    """Return True if no token attends to a later token, which a cache requires.
+
+    Only the first head is checked, because all heads have the same mask.
+    """
     strips = torch.split(attention.matrices[:, 0], _ROWS, 1)  # no copy of a whole matrix
     return not any(bool(strip.triu(1 + i * _ROWS).any()) for i, strip in enumerate(strips))

@@ -55,14 +55,17 @@ def in_chunks(
     if baselines is None and rules.rule not in ("frozen", "half"):
         baselines = "mean"
     sequence = _Sequence(request, questions, rules, tokens, baselines)
-    for run in shown((sequence.run_forward, sequence.run_backward)):
+    for run in shown((sequence.run_forward, sequence.run_backward)):  # two steps of the progress
         run()
     return [sequence.joined(number, parts) for number, parts in sequence.numbers.items()]
 
 
 @dataclass(frozen=True, eq=False)
 class _Number:
-    """An explained value (1,), its constant summand or None, and its gradient at the logits."""
+    """An explained value (1,), its constant summand or None, and its gradient at the logits.
+
+    ``at_logits`` (1, K, V) is at the K kept positions of the whole sequence.
+    """
 
     value: Tensor
     constant: Tensor | None
@@ -89,6 +92,7 @@ class _Sequence:
         tokens: int,
         baselines: Baselines,
     ) -> None:
+        """Check that model, mask and targets allow chunks, and divide the tokens into chunks."""
         self._request, self._rules, self._baselines = request, rules, baselines
         self._is_mean = isinstance(baselines, str) and baselines == "mean"
         self._cache_name = _name_of_cache(request, rules)
@@ -120,7 +124,7 @@ class _Sequence:
         self._borders: list[_Border] = []  #: the border before each chunk
         self._granted = 0.0  #: the tolerance for logits, from the tolerances of all operators
         self._sums: list[Tensor] = []  #: the sum of each root over all tokens so far, (1, 1, ...)
-        #: the tokens of the first two chunks at which a plain run is compared
+        #: the tokens of the first two chunks at which a plain run is compared, evenly spaced
         self._checked = sorted(
             {
                 chunk.stop - 1 - len(chunk) * i // _COMPARED
@@ -135,7 +139,10 @@ class _Sequence:
         return OptionError(f"chunk_tokens cannot be used: {name} {reason}. Leave chunk_tokens out.")
 
     def _empty_cache(self) -> Any:
-        """Return a cache without tokens, after a plain run of one token that it must support."""
+        """Return a cache without tokens.
+
+        A plain run of one token fills another cache, to refuse models that cannot run with one.
+        """
         transformers = optional("transformers", "transformers", "chunk_tokens")
         request = self._request
         filled, empty = (transformers.DynamicCache(config=request.model.config) for _ in range(2))
@@ -151,7 +158,10 @@ class _Sequence:
     def _run(
         self, chunk: range, border: _Border, positions: Sequence[int], verify: bool | float
     ) -> Iterator[tuple[Network, Carried, Tensor]]:
-        """Run the model on a chunk; yield network, cache, and logits at ``positions``."""
+        """Run the model on a chunk; yield network, cache, and logits at ``positions``.
+
+        ``border`` is the state before the chunk. Positions are indices into the whole sequence.
+        """
         request, rules = self._request, self._rules
         require_deterministic(request.model)
         tokens = request.inputs[:, chunk.start : chunk.stop].clone()
@@ -172,6 +182,7 @@ class _Sequence:
         ) as network:
             arguments = {self._cache_name: border.cache(), "use_cache": True, **kept.arguments}
             if "position_ids" in parameters(type(request.model).forward):
+                # by default positions count cached tokens, which lack the padding before the first
                 token_indices = torch.arange(chunk.start, chunk.stop, device=tokens.device)
                 arguments["position_ids"] = token_indices[None]
             model_input = network.mode.begun(tokens)
@@ -241,6 +252,7 @@ class _Sequence:
     def run_backward(self) -> None:
         """Run the chunks that reach the targets again, from the last to the first."""
         grads_after: dict[_Number, _Gradients] = {number: {} for number in self.numbers}
+        # not strict: chunks that did not run have no border
         pairs = list(zip(self._chunks, self._borders, strict=False))[: self._reaching]
         for chunk, border in shown(pairs[::-1]):
             grads_after = self._backward(chunk, border, grads_after)
@@ -277,8 +289,9 @@ class _Sequence:
     ) -> tuple[Decomposition, _Gradients]:
         """Decompose the part of a number that passes a chunk; return also the gradients before it.
 
-        These are the number's gradients at the cache before the chunk; ``grads_after`` are at the
-        cache after the chunk, and ``at_logits`` at the chunk's logits (1, K, V).
+        The part is the sum over tensors x at the chunk's end (logits, cache, states) of x times the
+        number's gradient at x. ``at_logits`` (1, K, V) and ``grads_after`` are these gradients;
+        the returned ones are at the cache before the chunk.
         """
         of_cache = [x for x in tensors_of(carried.cache) if x.is_floating_point()]
         end_tensors = [*of_cache, *chain.from_iterable(carried.states_for_next)]
@@ -289,6 +302,7 @@ class _Sequence:
             Its graph has the tensors of all labels, so that each label's pass can reach them.
             """
             grad_at = {end_tensors[i]: g for i, g in grads_after.get(label, {}).items()}
+            # at the logits every path is still content: no other factor has been passed
             if label in (None, "content") and at_logits.shape[1]:
                 grad_at[output] = at_logits
             reached = [output, *(end_tensors[i] for i in grads_after.get(None, {}))]
@@ -298,6 +312,7 @@ class _Sequence:
         part = part_of(None)
         rules, by_label = self._rules, dict[Role, Tensor]()
         if rules.by_role and rules.rule != "frozen":
+            # content is the first role, and always has a pass
             labels: list[Role] = ["content", *(role for role in ROLES[1:] if role in grads_after)]
             by_label = {label: part_of(label) for label in labels}
         carried.gradients.clear()  # hooks fill it in the backward passes of decompose
@@ -318,7 +333,7 @@ class _Sequence:
         """Return a baseline for each root of a chunk (a mean is over all chunks); empty means 0."""
         roots, tokens = network.roots, self._request.inputs.shape[1]
         baselines = self._baselines
-        if self._is_mean:
+        if self._is_mean:  # from the forward runs, which had all tokens
             tokens_in_chunks = self._chunks[-1].stop - self._chunks[0].start
             pairs = zip(self._sums, roots, strict=True)
             return [(total / tokens_in_chunks).to(x).expand_as(x) for total, x in pairs]
@@ -375,14 +390,15 @@ class _Border:
     ) -> None:
         self.sums, self.states = sums, states
         tensors = [x.detach() for x in tensors_of(cache)]
-        self._frame = copied(cache, lambda x: x.new_empty(0))
+        self._frame = copied(cache, lambda x: x.new_empty(0))  # the cache's objects, without data
         earlier_parts = [] if before is None else before._parts
+        # the numbers differ after the first chunk, because an empty cache lacks some tensors
         pairs = zip_longest(tensors, earlier_parts if len(earlier_parts) == len(tensors) else [])
         self._parts: list[_Prefix] = [_Prefix.of(*pair) for pair in pairs]
 
     def cache(self) -> Any:
         """Return a new cache with the border's tensors."""
-        parts = iter(self._parts)
+        parts = iter(self._parts)  # `copied` replaces tensors in the order of `tensors_of`
         return copied(self._frame, lambda _: next(parts).tensor)
 
 
@@ -402,12 +418,13 @@ class _Prefix:
         """Return ``x`` as a prefix; if ``earlier`` is the beginning of ``x``, both share ``x``."""
         if earlier is not None and earlier.tensor.dim() == x.dim() and earlier.tensor.numel():
             shorter = earlier.tensor
+            # x has grown in one dimension, as keys and values do, and begins with `shorter`
             grown_dims = [d for d in range(x.dim()) if x.shape[d] != shorter.shape[d]]
             if len(grown_dims) == 1 and x.shape[grown_dims[0]] > shorter.shape[grown_dims[0]]:
                 dim, size = grown_dims[0], shorter.shape[grown_dims[0]]
                 if torch.equal(x.narrow(dim, 0, size), shorter):
                     earlier.dim, earlier.size = dim, size
-                    earlier.whole[0] = x
+                    earlier.whole[0] = x  # frees the shorter tensor, also for all earlier prefixes
                     return cls(earlier.whole)
         return cls([x])
 
@@ -420,7 +437,7 @@ class _Prefix:
 
 def _divided(tokens: range, most: int) -> list[range]:
     """Divide tokens into chunks of nearly equal sizes, so that none has a single token."""
-    count = -(-len(tokens) // most)
+    count = -(-len(tokens) // most)  # rounded up
     edges = [tokens.start + len(tokens) * i // count for i in range(count + 1)]
     return [range(*pair) for pair in pairwise(edges)]
 
@@ -454,7 +471,7 @@ def _name_of_cache(request: Request, rules: Rules) -> str:
 
 def _mask_of(request: Request) -> Tensor | None:
     """Return the attention mask (1, L) as booleans; raise for other additional arguments."""
-    names = parameters(type(request.model).forward)[2:]
+    names = parameters(type(request.model).forward)[2:]  # after self and the inputs
     arguments = dict(zip(names, request.additional, strict=False))
     mask = arguments.pop("attention_mask", None)
     refused = next((name for name, x in arguments.items() if x is not None), None)

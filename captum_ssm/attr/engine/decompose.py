@@ -104,9 +104,10 @@ class Decomposition(NamedTokens):
             return f"Decomposition({size})"
         rest = self.virtual + (0 if self.by_others is None else self.by_others)
         zero = torch.zeros_like(self.output)
-        extra = {name: self.biases.get(name, zero) for name in ("cache", "references", "baselines")}
-        biases = self.bias - sum(extra.values(), zero)
-        parts = {"tokens": self.tokens.sum(), **extra, "biases": biases, "others": rest}
+        # separate terms for constants that are not a module's bias
+        named = {name: self.biases.get(name, zero) for name in ("cache", "references", "baselines")}
+        biases = self.bias - sum(named.values(), zero)
+        parts = {"tokens": self.tokens.sum(), **named, "biases": biases, "others": rest}
         terms = [f"{name} {float(term):.3g}" for name, term in parts.items() if bool(term.any())]
         equation = f"output {float(self.output):.3g} = {' + '.join(terms)}"
         return f"Decomposition({size}: {equation}, delta {float(self.delta):.0e})"
@@ -148,8 +149,9 @@ def decompose(
 ) -> Decomposition:
     """Decompose an output by one backward pass through a linear network.
 
-    Each role needs one more pass. Several inputs need one pass per example, because inputs after
-    the first may have no batch dimension.
+    A contribution is the gradient times the value, minus the baseline if there is one. Each role
+    needs one more pass. Several inputs need one pass per example, because inputs after the first
+    may have no batch dimension.
 
     Args:
         network: the network, after its forward run.
@@ -172,16 +174,20 @@ def decompose(
     by_layer: dict[Any, tuple[Tensor | None, Tensor]] = {}
 
     def note(place: Any, step: Step, gradients: Sequence[Tensor | None]) -> None:
+        """Store a mixer's relevance at ``place``, its sort key in the order of the run."""
         by_layer[place] = _stream_and_mixer(step, gradients, features)
 
     tensors = [*roots, *passing, *others, *step_tensors]
     # blocks that run again keep no graph, so they report their mixers' gradients to `note`
     with nullcontext() if mode.blocks is None else mode.blocks.report_to(note):
         gradients, biases = account(mode, output, constant, tensors)
-    unused = iter(gradients)
-    at_roots, at_passing, at_others = ([next(unused) for _ in x] for x in (roots, passing, others))
+    # split the gradients into those at roots, passing, others, and the remaining ones at steps
+    remaining = iter(gradients)
+    at_roots = [next(remaining) for _ in roots]
+    at_passing = [next(remaining) for _ in passing]
+    at_others = [next(remaining) for _ in others]
     # a stream that enters several blocks has one gradient for each block; they are added
-    for i, step, at_tensors in along_all_paths(steps, unused):
+    for i, step, at_tensors in along_all_paths(steps, remaining):
         note(outside(i), step, at_tensors)
     in_order = [by_layer[place] for place in sorted(by_layer)]
     at_others_by_example = [at_others]  # one entry for all examples, unless there are more passes
@@ -197,18 +203,19 @@ def decompose(
     of_roots = [g * x for g, x in zip(at_roots, differences, strict=True)]
     inputs = _on_input_tokens(of_roots, network)
     of_passing = [g * x.detach() for g, x in zip(at_passing, passing, strict=True)]
-    # tokens that the model adds, and paths that bypass the layer where the network begins
+    # relevance outside the input tokens: of tokens that the model adds, such as a class token, and
+    # of paths that bypass the layer where the network begins
     virtual = sum_tensors(x.flatten(1).sum(1) for x in of_roots) - inputs.flatten(1).sum(1)
     virtual = virtual.to(output.detach())
     for relevance in of_passing:
         virtual = virtual + relevance.flatten(1).sum(1).to(virtual)
     result = Decomposition(
-        inputs,
-        tuple(stream for stream, _ in in_order if stream is not None),
-        tuple(mixer for _, mixer in in_order),
-        biases,
-        output.detach(),
-        virtual,
+        inputs=inputs,
+        streams=tuple(stream for stream, _ in in_order if stream is not None),
+        mixers=tuple(mixer for _, mixer in in_order),
+        biases=biases,
+        output=output.detach(),
+        virtual=virtual,
         content_only=tuple(dict.fromkeys(network.content_only)),
         sizes=_sizes(network),
         past=_concatenated(of_passing) if of_passing else None,
@@ -233,6 +240,7 @@ def _stream_and_mixer(
         """Return gradient times ``x``, for tokens in the order of the mixer's output."""
         product = torch.zeros_like(x) if gradient is None else gradient * x.detach()
         by_feature = _as_sequence(product, step.output)
+        # (B, L, ...) -> (B, L); of a tensor (B, F) without tokens, the sum is (B,)
         return by_feature if features else by_feature.flatten(min(2, by_feature.dim() - 1)).sum(-1)
 
     *entering, mixer = map(relevance, (*step.entering, step.output), gradients)
@@ -240,7 +248,7 @@ def _stream_and_mixer(
 
 
 def _as_sequence(x: Tensor, like: Tensor) -> Tensor:
-    """Reshape a 2-D grid of tokens (B, h, w, E) to the shape (B, L, E) of ``like``, if possible."""
+    """Reshape a grid (B, h, w, E) that enters a block to the mixer's (B, L, E), if possible."""
     same = x.dim() > 3 and x.shape[-1] == like.shape[-1] and x.numel() == like.numel()
     return x.reshape(like.shape) if same else x
 
@@ -248,7 +256,10 @@ def _as_sequence(x: Tensor, like: Tensor) -> Tensor:
 def _one_pass_per_example(
     mode: Linearizing, output: Tensor, constant: Tensor | None, sources: Sequence[Tensor]
 ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
-    """Return for each example the gradients at ``sources``, and bias contributions (B,) by name."""
+    """Return for each example the gradients at ``sources``, and bias contributions (B,) by name.
+
+    Each pass starts at one example's output, so all constants that it finds belong to this example.
+    """
     passes = []
     for i in range(len(output)):
         summand = None if constant is None else constant[i : i + 1]
@@ -271,7 +282,7 @@ def _with_others(
     backward pass (one per example) the gradients at all of ``others``.
     """
     values = [x.detach() for x in others]
-    start_values = [
+    baseline_values = [
         torch.zeros_like(x) if baseline is None else baseline
         for x, baseline in zip(values, baselines, strict=True)
     ]
@@ -284,7 +295,8 @@ def _with_others(
         ]
         return torch.stack(sums).to(decomposition.output)
 
-    differences = [x - baseline for x, baseline in zip(values, start_values, strict=True)]
+    differences = [x - baseline for x, baseline in zip(values, baseline_values, strict=True)]
+    # relevance of all examples is added, because an input need not belong to a single example
     by_input = zip(*gradients_by_example, strict=True)
     relevance = tuple(
         torch.stack(grads).sum(0) * x for grads, x in zip(by_input, differences, strict=True)
@@ -292,7 +304,7 @@ def _with_others(
     biases = decomposition.biases
     if any(baseline is not None for baseline in baselines):
         of_first = biases.get("baselines", torch.zeros_like(decomposition.output))
-        biases = {**biases, "baselines": of_first + sums_of(start_values)}
+        biases = {**biases, "baselines": of_first + sums_of(baseline_values)}
     return replace(decomposition, biases=biases, others=relevance, by_others=sums_of(differences))
 
 
@@ -308,7 +320,7 @@ def _sizes(network: Network) -> tuple[int, ...]:
     """Return :attr:`Decomposition.sizes`, the sizes of the tensors concatenated in ``inputs``."""
     if network.begins is not None:
         return network.met(network.begins).sizes
-    roots = network.roots
+    roots = network.roots  # one per table in which ids are looked up; x[0, 0] is of one token
     return tuple(x[0, 0].numel() for x in roots) if len(roots) > 1 else ()
 
 
@@ -320,10 +332,14 @@ def _concatenated(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _on_input_tokens(parts: Sequence[Tensor], network: Network) -> Tensor:
-    """Move relevance from the tensors where the network starts to input tokens, (B, L, ...)."""
+    """Move relevance from the tensors where the network starts to input tokens, (B, L, ...).
+
+    Relevance of tokens that the model inserts is left out.
+    """
     mode = network.mode
     if network.begins is not None:  # an explained layer keeps its own tokens
         return _concatenated(parts)
+    # for each root its tokens' positions in the input, -1 for inserted tokens; None if all are same
     input_positions = [mode.given, *(look_up.given for look_up in mode.again)]
     return _concatenated(
         [
@@ -342,6 +358,7 @@ def _by_role(
 ) -> dict[Role, Tensor]:
     """Return the relevance of tokens (B, L) for each role; the sum over roles is ``tokens``.
 
+    The pass for content comes first: it stores the gradients from which other roles' paths start.
     ``differences`` is the result of :func:`changes`; see :func:`decompose` for other arguments.
     """
     labels, carried = network.mode.labels, network.carried
@@ -364,8 +381,9 @@ def _by_role(
         return of_tokens if of_tokens.dim() == 2 else of_tokens.flatten(2).sum(-1)
 
     by_role["content"] = tokens if network.mode.rule == "frozen" else relevance_along("content")
-    for role in by_label.keys() - {"content"}:
+    for role in by_label.keys() - {"content"}:  # paths that started in a later chunk need a pass
         labels.path_starts.setdefault(role, {})
+    # roles without paths have no relevance; without any role, content is last and needs no more
     *other_roles, last_role = [role for role in ROLES if role in labels.path_starts] or ["content"]
     if by_label and last_role != "content":  # its pass is needed for gradients at the cache
         other_roles, last_role = [*other_roles, last_role], "content"
@@ -388,6 +406,7 @@ def account(
     biases: dict[str, Tensor] = {} if constant is None else {"output": constant.detach()}
 
     def add(gradient: Tensor, value: Tensor, module: str) -> None:
+        """Add the contribution of a constant of ``module``, called when its gradient arrives."""
         entry = sum_per_example(contribution(gradient, value), len(output))
         biases[module] = biases.get(module, 0) + entry.to(output)
 
@@ -407,8 +426,8 @@ def account(
 def is_exact(decomposition: Decomposition, one_pass_per_example: bool = False) -> bool:
     """Return True if inputs and biases sum to the output for every example.
 
-    After one pass for a whole batch the tolerance is a tenth, because constants may be assigned to
-    the wrong example.
+    After one pass for a whole batch the tolerance is a tenth: constants may be assigned to the
+    wrong example, and the caller can repeat with one pass per example.
     """
     share = 1 if one_pass_per_example or len(decomposition.output) == 1 else 0.1
     return sums_up(decomposition, decomposition.inputs, share, past=decomposition.past)
@@ -432,6 +451,7 @@ def sums_up(
             the wrong example. Default: False.
         past: contributions along paths that bypass the explained layer, (B, ...). Default: None.
     """
+    # the sum of all magnitudes, to which the tolerance is relative
     size = inputs.flatten(1).abs().sum(1) + decomposition.output.abs()
     if decomposition.biases:
         size = size + torch.stack(list(decomposition.biases.values())).abs().sum(0)
@@ -457,19 +477,19 @@ def stacked(parts: Sequence[Decomposition]) -> Decomposition:
     names = list(dict.fromkeys(name for part in parts for name in part.biases))
     pasts = [part.past for part in parts if part.past is not None]
     return Decomposition(
-        torch.cat([part.inputs for part in parts]),
-        tuple(map(torch.cat, zip(*(part.streams for part in parts), strict=True))),
-        tuple(map(torch.cat, zip(*(part.mixers for part in parts), strict=True))),
-        {
+        inputs=torch.cat([part.inputs for part in parts]),
+        streams=tuple(map(torch.cat, zip(*(part.streams for part in parts), strict=True))),
+        mixers=tuple(map(torch.cat, zip(*(part.mixers for part in parts), strict=True))),
+        biases={
             name: torch.cat([p.biases.get(name, torch.zeros_like(p.output)) for p in parts])
             for name in names
         },
-        torch.cat([part.output for part in parts]),
-        torch.cat([part.virtual for part in parts]),
-        _stacked_roles(parts),
-        tuple(dict.fromkeys(name for part in parts for name in part.content_only)),
-        parts[0].sizes,
-        torch.cat(pasts) if pasts else None,
+        output=torch.cat([part.output for part in parts]),
+        virtual=torch.cat([part.virtual for part in parts]),
+        roles=_stacked_roles(parts),
+        content_only=tuple(dict.fromkeys(name for part in parts for name in part.content_only)),
+        sizes=parts[0].sizes,
+        past=torch.cat(pasts) if pasts else None,
     )  # a batch with several inputs is never split, so `others` and `by_others` are not needed
 
 
@@ -497,12 +517,13 @@ _OURS = f"{__name__.split('.', 1)[0]}."
 def not_linear(output: Tensor) -> NotLinearError:
     """Return the error for an output to which contributions do not sum, with possible causes."""
     precision = torch.finfo(output.dtype)
+    # below this value, rounding errors are larger than the usual fraction of the result
     if bool((output.detach().abs() < precision.tiny / precision.eps).any()):
         return NotLinearError(
             f"The model's output is so small that products in {output.dtype} underflow. Pass "
             "model.double(), or choose a target with a larger output."
         )
-    names: set[str] = set()  # of custom autograd functions in the graph
+    names: set[str] = set()  # of custom autograd functions in the output's graph
     visited: set[Any] = set()
     pending: list[Any] = [output.grad_fn]
     while pending:

@@ -89,7 +89,7 @@ class LinearMethod(SSMAttribution):
         )
 
         def joined(index: int, like: Tensor) -> Tensor:
-            """Concatenate entry ``index`` of each part's :data:`Explained`, for every target."""
+            """Concatenate entry ``index`` of the parts' :data:`Explained`, for every target."""
             by_target = [torch.cat([part[index] for part in parts]) for parts in parts_by_target]
             return as_asked(by_target, target).detach().to(like.device).contiguous()
 
@@ -102,7 +102,8 @@ class LinearMethod(SSMAttribution):
         """Return output - attributions - biases (B,) for the user's ``attributions``.
 
         That is the delta of ``found``, plus the sums of its relevance ``explained`` (a tensor per
-        input) minus ``attributions``. The part of further inputs is divided equally by example.
+        input) minus ``attributions``. The part of further inputs, which may have no batch
+        dimension, is divided equally among examples.
         """
         given_first, given_others = several_inputs(attributions, "attributions")
         if 1 + len(given_others) != len(explained):
@@ -118,7 +119,7 @@ class LinearMethod(SSMAttribution):
         return delta
 
 
-#: Relevance of the first input, the delta (B,), and relevance of each further input.
+#: Entry 0: relevance of the first input; 1: the delta (B,); 2 to n: relevance of further inputs.
 Explained = tuple[Tensor, ...]
 
 
@@ -151,7 +152,8 @@ class Rules:
     chunk_tokens: int | None = None
 
 
-#: What a way to compute a result did to save memory, and the way.
+#: A phrase for the warning, such as "blocks ran again", and the function that computes the result.
+#: The phrase is empty for the function that saves no memory.
 Way = tuple[str, Callable[[], T]]
 
 
@@ -173,23 +175,23 @@ def as_memory_allows(
         return run(recompute)
     refused: CaptumSSMError | None = None
     ways: list[Way[T]] = [("", lambda: run(False)), (_RECOMPUTED, lambda: run(True)), *others]
-    for did, way in ways:
+    for phrase, compute in ways:
         try:
-            found = way()
+            result = compute()
         except CaptumSSMError as error:
-            if not did:
+            if not phrase:  # the error is about the call; later ones are about the way
                 raise
             refused = error
         except RuntimeError as error:
             if not ran_out_of_memory(error):
                 raise
-            # without the traceback, which would hold what has filled the memory
-            kind, full = type(error), str(error)
+            # not the error itself, whose traceback would hold the tensors that filled the memory
+            error_type, message = type(error), str(error)
         else:
-            if did:
-                warnings.warn(f"The device's memory is too small, so {did}", stacklevel=2)
-            return found
-    raise kind(f"{full}\n{_TOO_LARGE}") from refused
+            if phrase:
+                warnings.warn(f"The device's memory is too small, so {phrase}", stacklevel=2)
+            return result
+    raise error_type(f"{message}\n{_TOO_LARGE}") from refused  # at least the first way's error
 
 
 _RECOMPUTED = (
@@ -214,12 +216,13 @@ def decompositions(
         return in_chunks(request, questions, rules, baselines, rules.chunk_tokens)
     if rules.recompute is None:
 
-        def run(again: bool | None, most: int | None = None) -> list[Decomposition]:
-            chosen = replace(rules, recompute=again, chunk_tokens=most)
+        def run(recompute: bool | None, chunk_tokens: int | None = None) -> list[Decomposition]:
+            """Decompose with these two rules; recompute is None only together with chunks."""
+            chosen = replace(rules, recompute=recompute, chunk_tokens=chunk_tokens)
             return decompositions(request, questions, chosen, baselines)
 
         sizes = [tokens // parts for parts in (4, 16, 64) if tokens // parts >= _FEW_TOKENS]
-        in_parts = [(_in_chunks_of(most), partial(run, None, most)) for most in sizes]
+        in_parts = [(_in_chunks_of(size), partial(run, None, size)) for size in sizes]
         return as_memory_allows(run, None, in_parts if len(request.inputs) == 1 else ())
     results, plain = _decompose_in_one_run(request, questions, rules, baselines)
     if plain is not None:
@@ -228,6 +231,7 @@ def decompositions(
 
 
 def _in_chunks_of(tokens: int) -> str:
+    """Return the phrase of the warning for chunks that the user did not ask for."""
     return (
         f"the sequence ran in chunks of {tokens} tokens. Pass chunk_tokens={tokens} to the method "
         "to skip the first attempts."
@@ -289,17 +293,18 @@ def in_turn(
             "chunk_tokens was passed, but targets that depend on earlier results need the whole "
             "autograd graph. Leave chunk_tokens out."
         )
-    # the run needs only the targets' positions; their tokens are not known yet, so 0 replaces them
+    # the run needs only the positions of the targets, whose tokens are not known yet: 0 for each
     placeholder = Against(SumTarget(positions, torch.zeros(len(positions)).long()), None)
     with linear_run(request, [placeholder], rules) as (network, output, kept):
         indices = torch.tensor(positions) % (output.shape[1] if kept is None else kept.tokens)
-        if kept is not None:
+        if kept is not None:  # from positions in the sequence to rows of the output
             indices = torch.searchsorted(torch.tensor(kept.positions), indices)
         logits = output.detach()[0, indices.to(output.device)]
 
         explained: list[tuple[Against, Tensor]] = []
 
         def answer(question: Against) -> Decomposition:
+            """Decompose one target, and note it for the comparison with a plain run."""
             (decomposition,) = _decompose_each(network, output, kept, [question], rules, baselines)
             if not is_exact(decomposition):
                 raise not_linear(output)
@@ -404,6 +409,7 @@ def linear_run(
     Yield the network, its output, and the positions of the output (None for all).
     """
     begins = () if request.begins is None else (request.begins,)
+    # activations of these modules are needed at all positions, even if they are part of the head
     needed = [site.module for site in (*begins, *request.cuts)]
     arguments = (*request.others, *request.additional)
     kept = kept_positions(request.forward_func, request.inputs, arguments, questions, needed)
@@ -450,23 +456,30 @@ def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tenso
 
 
 def _gradients(network: Network, value: Tensor, constant: Tensor | None) -> list[Tensor]:
-    """Return the gradients of a value (B,) at mixers' outputs; raise if sums are not exact."""
+    """Return the gradients of a value (B,) at mixers' outputs; raise if sums are not exact.
+
+    The sum of all inputs' and constants' contributions is checked, because mixers' outputs alone
+    need not sum to the value.
+    """
     mode, outputs = network.mode, [step.output for step in network.steps]
     # embeddings of the ids in further tables count as inputs, too
     roots = [] if mode.root is None else [mode.root, *(x.leaf for x in mode.again)]
     by_place: dict[Any, Tensor] = {}
 
     def note(place: Any, step: Step, gradients: Sequence[Tensor | None]) -> None:
+        """Store the gradient at a mixer's output, the last of the step's tensors."""
         gradient = gradients[-1]
         by_place[place] = torch.zeros_like(step.output) if gradient is None else gradient
 
     with nullcontext() if mode.blocks is None else mode.blocks.report_to(note):
         gradients, biases = account(mode, value, constant, [*roots, *outputs])
     by_place |= {outside(i): gradients[len(roots) + i] for i in range(len(outputs))}
+    # not strict: the gradients at outputs follow
     sums = [(g * x.detach()).flatten(1).sum(1) for g, x in zip(gradients, roots, strict=False)]
     if sums:
         inputs, output = torch.stack(sums, 1), value.detach()
-        found = Decomposition(inputs, (), (), biases, output, torch.zeros_like(output))
+        virtual = torch.zeros_like(output)  # relevance of inserted tokens is part of `inputs`
+        found = Decomposition(inputs, (), (), biases, output, virtual)
         if not sums_up(found, inputs, together=True):
             raise not_linear(value)
     return [by_place[place] for place in sorted(by_place)]

@@ -122,7 +122,7 @@ class Memory(NamedTuple):
             value_norm = self.value[:, first].norm(dim=-1)  # (B, H)
             loss_of_key = self._erased_by_decay if self.fades else self._erased_by_step
             loss[..., first + 1 : last + 1] = loss_of_key(first, last) * value_norm[..., None]
-        return loss[..., self.order.argsort()]
+        return loss[..., self.order.argsort()]  # from steps to tokens
 
     def without(self, source: int, token: int) -> Tensor:
         """Return the norm of the source's share if one token's step had not changed the state.
@@ -178,9 +178,14 @@ class Memory(NamedTuple):
         return without_each.transpose(1, 2), logs.sum(1).exp() * self.key[:, first]
 
     def _erased_by_decay(self, first: int, last: int) -> Tensor:
-        """Return the loss of the key of step ``first`` at each later step, (B, H, steps)."""
+        """Return the loss of the key of step ``first`` at each later step, (B, H, steps).
+
+        The loss at step t is the sum over elements of |k| (1 - exp(sum of logs)) logs[t] / sum of
+        logs, with the logs of the decays, limited so that a decay of 0 has a finite one.
+        """
         logs = self.log_decay[:, first + 1 : last + 1].clamp_min(_RESET)
         total = logs.sum(1, keepdim=True)
+        # without any decay, 0 instead of 0 / 0
         fraction = torch.where(total < 0, logs / torch.where(total < 0, total, -1.0), 0.0)
         loss = -torch.expm1(total) * self.key[:, first : first + 1].abs()
         return (fraction * loss).sum(-1).transpose(1, 2)
@@ -211,7 +216,7 @@ class Memory(NamedTuple):
                 product = faded - column[..., None] * erase[:, :, None]
 
     def _step(self, state: Tensor, step: int) -> Tensor:
-        """Apply the matrix T[step] of one step to states (B, H, N, P)."""
+        """Apply T[step] to states (B, H, N, P): diag(decay) state - taken (erase^T state)."""
         if self.feedback is not None:
             return self.feedback.step(state, step)
         assert self.erasure is not None
@@ -230,12 +235,14 @@ class Memory(NamedTuple):
     def _keys_without_by_step(self, first: int, between: range) -> tuple[Tensor, Tensor]:
         """Return the results of :meth:`_keys_without_by_decay` for any T.
 
-        They are the key before each omitted step, times the product of all later steps.
+        They are the key before each omitted step, times the product of all later steps; and the key
+        after all steps.
         """
         share, before_steps = self.key[:, first, ..., None], []  # (B, H, N, 1)
         for step in between:
             before_steps.append(share[..., 0])
             share = self._step(share, step)
+        # not strict: products go on to step 0, and are needed only for steps in `between`
         pairs = zip(self._products(between.stop - 1), reversed(before_steps), strict=False)
         without_each = [torch.einsum("bhmn,bhn->bhm", product, key) for (_, product), key in pairs]
         return torch.stack(without_each[::-1], 2) if without_each else share, share[..., 0]
@@ -269,8 +276,11 @@ def head_ranges(operator: Operator) -> list[range]:
 
 
 def _range_ends(operator: Operator) -> Iterator[int]:
-    """Yield where heads of one operator end, in direct sums, which join operators' heads."""
-    first = 0
+    """Yield where heads of one operator end, in direct sums, which join operators' heads.
+
+    Direct sums may be inside of products and sums, and of other direct sums.
+    """
+    first = 0  # the first head of the part in its direct sum
     for part in operator.parts if isinstance(operator, Composite) else ():
         yield from (first + end for end in _range_ends(part))
         if isinstance(operator, DirectSum):
@@ -305,7 +315,7 @@ def memories_of(operator: Operator, values: Tensor) -> list[Memory | Cache]:
 def _memory(scan: Stateful, value: Tensor, order: Tensor) -> Memory:
     """Convert a recurrence to a :class:`Memory`, given its values and the order of tokens."""
     heads = scan.shape.heads
-    if isinstance(scan, SelectiveScan):
+    if isinstance(scan, SelectiveScan):  # k = dt B, log decay = dt A
         b = scan.b if scan.b.dim() == 4 else scan.b[:, :, None]
         key = vectors_of_heads(b, heads) * scan.dt[..., None]
         return Memory(key, value, scan.dt[..., None] * scan.a, order)
@@ -324,6 +334,6 @@ def _memory(scan: Stateful, value: Tensor, order: Tensor) -> Memory:
     key = vectors_of_heads(scan.key, heads)
     if isinstance(scan, VectorDecayHeads):
         return Memory(key, value, scan.log_decay, order)
-    if scan.scale is not None:
+    if scan.scale is not None:  # such as dt of Mamba-2
         key = key * scan.scale[..., None]
     return Memory(key, value, scan.log_decay[..., None], order)
