@@ -108,16 +108,20 @@ class Comparison(dict[str, Tensor], NamedTokens):
                 "aligned without names. Pass tokenizer= to compare(), or call named(tokens) on "
                 "both."
             )
+        # tokens without names are aligned by position
         names: tuple[Sequence[Any], Sequence[Any]] = (range(old_length), range(length))
         if self.names is not None and before.names is not None:
             names = (before.names[0], self.names[0])
         pairs = aligned(*names)
+        positions_before, positions = zip(*pairs, strict=True)
+
+        def at(x: Tensor, where: Sequence[int | None]) -> Tensor:
+            """Return relevance (1, n) at n positions, and 0 for a token that is not in the run."""
+            return torch.stack([x.new_zeros(()) if i is None else x[0, i] for i in where])[None]
+
         out: dict[str, Tensor] = {}
         for name, after in self.items():
-            old, new = (
-                torch.stack([x.new_zeros(()) if i is None else x[0, i] for i in run])[None]
-                for x, run in zip((before[name], after), zip(*pairs, strict=True), strict=True)
-            )
+            old, new = at(before[name], positions_before), at(after, positions)
             out |= {f"{name}, before": old, name: new, f"{name}, difference": new - old}
         if self.names is None:
             return Comparison(out)
@@ -250,25 +254,24 @@ def compare(
                 for name, method in shown(list(instances.items()), list(instances)):
                     options = {k: _select(part, k, v) for k, v in options_by_method[name].items()}
                     arguments = (part(embedded.get(name, tensor)), *rest)
-                    by_token = per_token or name in embedded
+                    by_token = per_token or name in embedded  # features of ids mean nothing
                     is_own = isinstance(method, SSMAttribution)
                     examples = _examples_to_run(method, options, len(arguments[0]))
-                    with (
-                        nullcontext()
-                        if is_own
-                        else counting_runs(find_model(forward_func, model), examples)
-                    ):
-                        found, its_sums = _relevance(method, arguments, options, by_token, grid)
-                    if not isinstance(found, Tensor):
+                    counting: AbstractContextManager[Any] = nullcontext()
+                    if not is_own:  # the model's runs show the progress of Captum's methods
+                        counting = counting_runs(find_model(forward_func, model), examples)
+                    with counting:
+                        scores, its_sums = _relevance(method, arguments, options, by_token, grid)
+                    if not isinstance(scores, Tensor):
                         raise OptionError(
-                            f"The method {name} returned {type(found).__name__}, not one tensor. "
+                            f"The method {name} returned {type(scores).__name__}, not one tensor. "
                             "Leave out options such as return_convergence_delta, and methods of "
                             "several inputs."
                         )
-                    results[name].append(found.detach().to(tensor.device))
+                    results[name].append(scores.detach().to(tensor.device))
                     if its_sums is not None:
                         sums.setdefault(name, []).append(its_sums)
-    relevance = {name: torch.cat(found) for name, found in results.items()}
+    relevance = {name: torch.cat(parts) for name, parts in results.items()}
     codec = None if reader.codec is None or tensor.dim() != 2 else reader.codec
     names = None if codec is None else tuple(Tokens.of(codec, ids) for ids in tensor)
     return Comparison(relevance, names, {name: joined(x) for name, x in sums.items()})
@@ -310,9 +313,9 @@ def _check_method(method: Any) -> Attribution | type[Attribution]:
             f"methods contains {method!r}, which is not a Captum Attribution. Pass methods of "
             "captum_ssm or captum.attr that explain one tensor."
         )
-    # simple: the class can be constructed from the model alone, by _instance_of
-    simple = issubclass(kind, SSMAttribution) or _required(kind) in (["forward_func"], ["model"])
-    if isinstance(method, type) and not simple:
+    # the class can be constructed from the model alone, by _instance_of
+    is_simple = issubclass(kind, SSMAttribution) or _required(kind) in (["forward_func"], ["model"])
+    if isinstance(method, type) and not is_simple:
         raise OptionError(
             f"methods contains the class {method.__name__}, which needs further arguments. Pass an "
             f"instance, {method.__name__}(...)."
@@ -368,6 +371,7 @@ def _check_required(name: str, method: Attribution, options: Mapping[str, Any]) 
 
 def _needs_embeddings(method: Attribution, ids: Tensor) -> bool:
     """Return True if a Captum method needs gradients at inputs, but the inputs are token ids."""
+    # methods for a layer inside the model take gradients there, and ours embed ids themselves
     takes_gradients = isinstance(method, GradientAttribution) and not isinstance(
         method, InternalAttribution | SSMAttribution
     )

@@ -112,7 +112,8 @@ class FlowMethod(LinearMethod):
             grid = PatchGrid(request.model) if has_images and per_token else None
             with nullcontext() if grid is None else grid.watch():
                 results = decompositions(request, targets, rules, batch_part(references))
-            by_token = request.inputs.dim() == 2  # ids, or one number for each token
+            # ids, or one number for each token: `tokens` has the shape of the inputs
+            by_token = request.inputs.dim() == 2
 
             def summed(relevance: Tensor) -> Tensor:
                 """Sum over the features or pixels of each token, if ``per_token``."""
@@ -120,6 +121,7 @@ class FlowMethod(LinearMethod):
                     return relevance
                 if grid is not None and relevance.dim() == 4:
                     return grid.sums(relevance)
+                # (B, L, ...) -> (B, L); of a tensor (B, F) without tokens, the sum is (B,)
                 return relevance.flatten(min(2, relevance.dim() - 1)).sum(-1)
 
             return [

@@ -107,7 +107,7 @@ class ImplicitAttention(ImplicitMethod):
         def relevance(run: Run) -> Tensor:
             """Sum the layers' rows, last layer first; carry sums to the tokens of each layer."""
             used_layers = settings.used(run.layers)
-            query_positions = None
+            query_positions = None  # set for the authors' scripts, which have one query token
             if recipe == "published_code":
                 query_positions = published.query_positions(run.weights)
             weights, total, latest = run.weights, torch.zeros_like(run.weights), run.layers[-1]
@@ -117,7 +117,7 @@ class ImplicitAttention(ImplicitMethod):
                     if query_positions is None:
                         weights = carry(weights.to(layer.values), latest, layer)
                         row = reduced(operator, settings.reduce, Budget()).rmatvec(weights)
-                        row = layer.linear.branch_scale * row
+                        row = layer.linear.branch_scale * row  # the block scales the output
                     else:
                         published.check_tokens(layer, latest)
                         is_real = None if run.mask is None else run.mask.to(operator.device)

@@ -170,5 +170,6 @@ class LatimNorm(LatimMethod, ImplicitMethod):
 
     def _row(self, layer: Layer, weights: Tensor) -> Tensor:
         """Return the sum of a layer's rows (B, L), weighted by the query weights (B, L)."""
+        # vectors as they are added to the residual stream, unlike in `maps`
         contributions = Contributions(layer, self.activation, layer.way)
         return weighted_rows(weights, lambda queries: self._map(layer, contributions, queries))

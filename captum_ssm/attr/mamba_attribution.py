@@ -117,16 +117,17 @@ class MambaAttribution(ImplicitMethod):
             )
 
         def relevance(run: Run) -> Tensor:
+            """Return the query's row of the product of all beta, for the current target."""
             used_layers = settings.used(run.layers)
             gradients = _gradients(run, used_layers)
             if recipe == "paper":
                 weights = {layer: g.mean(-1, keepdim=True) for layer, g in gradients.items()}
 
-                def step(layer: Layer, operator: Operator) -> LayerMatrix:
+                def matrix_of(layer: Layer, operator: Operator) -> LayerMatrix:
                     """Return a layer's matrix (g . alpha)+, computed a few rows at a time."""
                     gradient = layer.in_order(weights[layer].to(layer.values))  # (B, L, 1)
 
-                    def weigh_and_clamp(strip: Strip) -> Tensor:
+                    def weigh_and_clamp(strip: Strip) -> Tensor:  # in place, as `in_strips` allows
                         gradient_of_rows = gradient[:, strip.rows.start : strip.rows.stop]
                         return CLAMPS[clamp](strip.entries.mul_(gradient_of_rows))
 
@@ -139,11 +140,12 @@ class MambaAttribution(ImplicitMethod):
                     )
                     return in_strips(operator, settings.reduce, budget, weigh_and_clamp, alpha)
 
-                return fold(run.layers, run.weights, step, settings, normalize_rows)
+                return fold(run.layers, run.weights, matrix_of, settings, normalize_rows)
 
             query_at = published.query_positions(run.weights)
 
             def row_of(layer: Layer, operator: Operator) -> Tensor:
+                """Return the query's row r of the scripts, weighted by the gradient."""
                 rows = published.rows(layer, operator, query_at, settings)
                 gradient = layer.in_order(gradients[layer])
                 return published.class_row(rows, gradient, run.mask, settings)
@@ -158,7 +160,6 @@ class MambaAttribution(ImplicitMethod):
             query=query,
             per_token=per_token,
             internal_batch_size=internal_batch_size,
-            graph="outputs",
             verify=verify,
         )
 

@@ -91,6 +91,7 @@ class StateMemory(Explainer):
                 is_kept = layer.is_kept or any(map(is_quantized, layer.mixer.module.modules()))
                 kept = linear if is_kept else None
                 for heads in head_ranges(linear.operator):
+                    # one head shows how many recurrences these heads have
                     head = range(heads.start, heads.start + 1)
                     values = linear.values[:, :, head.start : head.stop]
                     count = len(memories_of(linear.operator.select(head), values))
@@ -278,7 +279,7 @@ class LayerMemory:
         for start in range(0, len(self.heads), heads_at_once):
             part = self.heads[start : start + heads_at_once]
             memory = memories_of(*self._select_heads(part))[self.which]
-            if isinstance(memory, Cache):
+            if isinstance(memory, Cache):  # norms of values are taken after the output projection
                 weight = torch.unflatten(projection_of(self.linear).weight, 0, (heads, per_head))
                 memory = memory._replace(weight=weight[part.start : part.stop])
             yield memory

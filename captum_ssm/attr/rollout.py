@@ -104,7 +104,7 @@ class ImplicitAttentionRollout(ImplicitMethod):
                 f"{discard_ratio=}. Leave these options out, or pass recipe='paper'."
             )
 
-        def step(layer: Layer, operator: Operator) -> LayerMatrix:
+        def matrix_of(layer: Layer, operator: Operator) -> LayerMatrix:
             """Return a layer's alpha; kept as a whole only if the smallest entries are dropped."""
             scale = layer.linear.branch_scale
             if not changes_entries:
@@ -117,6 +117,7 @@ class ImplicitAttentionRollout(ImplicitMethod):
             return stored(_drop_smallest(matrix.abs() if absolute else matrix, discard_ratio))
 
         def relevance(run: Run) -> Tensor:
+            """Return the query's row of the product over layers, (B, L)."""
             if recipe == "published_code":
                 query_at = published.query_positions(run.weights)
                 return published.fold(
@@ -125,7 +126,7 @@ class ImplicitAttentionRollout(ImplicitMethod):
                     lambda layer, op: published.rows(layer, op, query_at, settings).mean(1),
                     settings,
                 )
-            return fold(run.layers, run.weights, step, settings, normalize_rows)
+            return fold(run.layers, run.weights, matrix_of, settings, normalize_rows)
 
         return self._attribute(
             inputs,
@@ -144,6 +145,7 @@ def _drop_smallest(matrix: Tensor, ratio: float) -> Tensor:
     flat = matrix.flatten(1)
     is_nonzero = flat != 0
     order = flat.masked_fill(~is_nonzero, torch.inf).argsort(-1)  # zeros last
+    # each entry's place in the order, the inverse permutation
     rank = torch.empty_like(order).scatter_(
         -1, order, torch.arange(flat.shape[1], device=flat.device).expand_as(order)
     )

@@ -133,16 +133,16 @@ class TransformerAttribution(ImplicitMethod):
             if self.form == "lrp" and not pending:
                 targets = [Against(question.target, None) for question in run.questions]
                 pending.extend(found for _, found in coefficients(run.request, targets))
+            # with form="gradient" nothing is pending
             of_layers = pending.pop(0) if pending else [None] * len(run.layers)
             coefficient_of = dict(zip(run.layers, of_layers, strict=True))
 
-            def step(layer: Layer, operator: Operator) -> LayerMatrix:
-                return stored(
-                    _beta(layer, operator, gradients[layer], coefficient_of[layer], settings.heads)
-                )
+            def matrix_of(layer: Layer, operator: Operator) -> LayerMatrix:
+                gradient, coefficient = gradients[layer], coefficient_of[layer]
+                return stored(_beta(layer, operator, gradient, coefficient, settings.heads))
 
             with recordable(run.request.model):  # gradients pass the output projections again
-                return fold(run.layers, run.weights, step, settings, normalize_rows)
+                return fold(run.layers, run.weights, matrix_of, settings, normalize_rows)
 
         return self._attribute(
             inputs,
@@ -168,7 +168,7 @@ def _beta(
     ``gradient`` (G) and ``coefficient`` (g) are at the layer's output (B, L, E). Without a
     coefficient, R = A, the ``operator`` restricted to ``heads``.
     """
-    linear, factor = layer.linear, layer.factor
+    linear, factor = layer.linear, layer.factor  # factor: by which hooks multiply the output
     used_heads = range(linear.operator.shape.heads) if heads is None else heads
     gradient = gradient if factor is None else gradient * factor
     gradient = _before_projection(linear, layer.in_order(gradient))[:, :, used_heads]
@@ -180,7 +180,7 @@ def _beta(
 def _before_projection(linear: LinearMixer, gradient: Tensor) -> Tensor:
     """Return the gradient (B, L, H, P) before the output projection, from (B, L, E) after it."""
     with torch.enable_grad():
-        before = torch.zeros_like(linear.values, requires_grad=True)
+        before = torch.zeros_like(linear.values, requires_grad=True)  # any value: project is affine
         out = linear.project(before)
         (gradient_before,) = torch.autograd.grad(out, before, gradient.to(out))
     return gradient_before
@@ -197,15 +197,15 @@ def _mean_over_heads(
     total = values.new_zeros(batch, tokens, tokens)
     heads_at_once = max(1, at_a_time(_MATRIX_ELEMENTS, values.device) // (batch * tokens * tokens))
     for start in range(0, heads, heads_at_once):
-        some = range(start, min(start + heads_at_once, heads))
-        matrices = operator.select(some)
-        v, grad_y = values[:, :, start : some.stop], gradient[:, :, start : some.stop]
-        if coefficient is None:
+        block = range(start, min(start + heads_at_once, heads))
+        matrices = operator.select(block)
+        v, grad_y = values[:, :, start : block.stop], gradient[:, :, start : block.stop]
+        if coefficient is None:  # A[i, j] G[i] v[j]
             weighted = sums_by_head(matrices, grad_y, v)  # (B, h, L, L)
         elif per_head == 1:  # the product of sums over one channel is one sum
-            weighted = sums_by_head(matrices, coefficient[:, :, start : some.stop] * grad_y, v * v)
-        else:
-            weighted = sums_by_head(matrices, coefficient[:, :, start : some.stop], v)
+            weighted = sums_by_head(matrices, coefficient[:, :, start : block.stop] * grad_y, v * v)
+        else:  # R = sum of A[i, j] g[i] v[j], times grad = sum of G[i] v[j]
+            weighted = sums_by_head(matrices, coefficient[:, :, start : block.stop], v)
             weighted *= grad_y.transpose(1, 2) @ v.transpose(1, 2).mT
         total += weighted.clamp_min_(0).sum(1)
     return total / heads

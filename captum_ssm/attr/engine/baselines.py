@@ -43,9 +43,7 @@ def one_per_input(baselines: Baselines, inputs: int) -> Sequence[Any]:
 def baselines_of_others(network: Network, baselines: Sequence[Baseline]) -> list[Tensor | None]:
     """Return the baseline of each input after the first, in that input's shape; None for 0."""
     return [
-        None
-        if baseline is None
-        else _expanded(baseline, x.detach(), name=f"inputs[{i}]", accepted="None")
+        None if baseline is None else _expanded(baseline, x.detach(), f"inputs[{i}]", "None")
         for i, (baseline, x) in enumerate(zip(baselines, network.mode.others, strict=True), 1)
     ]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, pairwise, product, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,14 +62,11 @@ def in_chunks(
 
 @dataclass(frozen=True, eq=False)
 class _Number:
-    """An explained value (1,), its constant summand or None, and its gradient at the logits.
-
-    ``at_logits`` (1, K, V) is at the K kept positions of the whole sequence.
-    """
+    """An explained value (1,), its constant summand or None, and its gradient at the logits."""
 
     value: Tensor
     constant: Tensor | None
-    at_logits: Tensor
+    at_logits: Tensor  # (1, K, V), at the K kept positions of the whole sequence
 
 
 #: The number of tokens in a chunk at which logits are compared with the logits of a plain run.
@@ -125,13 +122,8 @@ class _Sequence:
         self._granted = 0.0  #: the tolerance for logits, from the tolerances of all operators
         self._sums: list[Tensor] = []  #: the sum of each root over all tokens so far, (1, 1, ...)
         #: the tokens of the first two chunks at which a plain run is compared, evenly spaced
-        self._checked = sorted(
-            {
-                chunk.stop - 1 - len(chunk) * i // _COMPARED
-                for chunk in self._chunks[:2]
-                for i in range(_COMPARED)
-            }
-        )
+        pairs = product(self._chunks[:2], range(_COMPARED))
+        self._checked = sorted({chunk.stop - 1 - len(chunk) * i // _COMPARED for chunk, i in pairs})
 
     def _refused(self, reason: str) -> OptionError:
         """Return the error for a model that cannot run in chunks."""
@@ -139,10 +131,7 @@ class _Sequence:
         return OptionError(f"chunk_tokens cannot be used: {name} {reason}. Leave chunk_tokens out.")
 
     def _empty_cache(self) -> Any:
-        """Return a cache without tokens.
-
-        A plain run of one token fills another cache, to refuse models that cannot run with one.
-        """
+        """Return a cache without tokens; fill another one in a plain run, to refuse some models."""
         transformers = optional("transformers", "transformers", "chunk_tokens")
         request = self._request
         filled, empty = (transformers.DynamicCache(config=request.model.config) for _ in range(2))
@@ -158,10 +147,7 @@ class _Sequence:
     def _run(
         self, chunk: range, border: _Border, positions: Sequence[int], verify: bool | float
     ) -> Iterator[tuple[Network, Carried, Tensor]]:
-        """Run the model on a chunk; yield network, cache, and logits at ``positions``.
-
-        ``border`` is the state before the chunk. Positions are indices into the whole sequence.
-        """
+        """Run a chunk after ``border``; yield network, cache, and logits at text ``positions``."""
         request, rules = self._request, self._rules
         require_deterministic(request.model)
         tokens = request.inputs[:, chunk.start : chunk.stop].clone()
@@ -316,15 +302,8 @@ class _Sequence:
             labels: list[Role] = ["content", *(role for role in ROLES[1:] if role in grads_after)]
             by_label = {label: part_of(label) for label in labels}
         carried.gradients.clear()  # hooks fill it in the backward passes of decompose
-        decomposition = decompose(
-            network,
-            part,
-            None,
-            baselines,
-            by_role=rules.by_role,
-            features=rules.features,
-            by_label=by_label,
-        )
+        flags: dict[str, Any] = {"by_role": rules.by_role, "features": rules.features}
+        decomposition = decompose(network, part, baselines=baselines, by_label=by_label, **flags)
         if not is_exact(decomposition):
             raise not_linear(part)
         return decomposition, dict(carried.gradients)

@@ -256,11 +256,8 @@ def _as_sequence(x: Tensor, like: Tensor) -> Tensor:
 def _one_pass_per_example(
     mode: Linearizing, output: Tensor, constant: Tensor | None, sources: Sequence[Tensor]
 ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
-    """Return for each example the gradients at ``sources``, and bias contributions (B,) by name.
-
-    Each pass starts at one example's output, so all constants that it finds belong to this example.
-    """
-    passes = []
+    """Return for each example the gradients at ``sources``, and bias contributions (B,) by name."""
+    passes = []  # all constants that a pass finds belong to its example
     for i in range(len(output)):
         summand = None if constant is None else constant[i : i + 1]
         passes.append(account(mode, output[i : i + 1], summand, sources))
@@ -332,10 +329,7 @@ def _concatenated(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _on_input_tokens(parts: Sequence[Tensor], network: Network) -> Tensor:
-    """Move relevance from the tensors where the network starts to input tokens, (B, L, ...).
-
-    Relevance of tokens that the model inserts is left out.
-    """
+    """Move relevance from the roots' tokens to input tokens (B, L, ...); drop inserted tokens."""
     mode = network.mode
     if network.begins is not None:  # an explained layer keeps its own tokens
         return _concatenated(parts)

@@ -90,7 +90,8 @@ class LayerMatrix:
         if normalize_rows and self.normalized is not None and has_stream:
             return self.normalized(row)
         if normalize_rows:
-            row = row / (has_stream + self.matvec(torch.ones_like(row)))  # the sums of I + M
+            # the sums of rows of I + M, or of M if ``has_stream`` is False, 0
+            row = row / (has_stream + self.matvec(torch.ones_like(row)))
         return row + self.rmatvec(row) if has_stream else self.rmatvec(row)
 
 
@@ -110,13 +111,14 @@ def scaled(mixing: LayerMatrix, factor: float) -> LayerMatrix:
     """Return a layer's matrix multiplied by a constant ``factor``."""
     if factor == 1:
         return mixing
+    # without `normalized`, which is not linear in the matrix
     return LayerMatrix(lambda r: factor * mixing.rmatvec(r), lambda x: factor * mixing.matvec(x))
 
 
 def fold(
     layers: Sequence[Layer],
     row: Tensor,
-    step: MatrixMaker,
+    matrix_of: MatrixMaker,
     options: Options,
     normalize_rows: bool = False,
 ) -> Tensor:
@@ -130,7 +132,7 @@ def fold(
     current = layers[-1]
     with torch.no_grad():
         for stage in shown(stages(options.used(layers))[::-1]):
-            mixing = _join([(layer, step(layer, options.operator(layer))) for layer in stage])
+            mixing = _join([(layer, matrix_of(layer, options.operator(layer))) for layer in stage])
             row = carry(row.to(stage[-1].values), current, stage[-1])
             current = stage[-1]
             row = mixing.multiply_row(row, normalize_rows, current.has_stream)
@@ -183,7 +185,10 @@ def stages(layers: Sequence[Layer]) -> list[list[Layer]]:
 
 
 def _join(stage: Sequence[tuple[Layer, LayerMatrix]]) -> LayerMatrix:
-    """Add the matrices of parallel layers; if a layer F feeds a layer M, use M (I + F) for both."""
+    """Add the matrices of parallel layers; if a layer F feeds the last one M, use M (I + F).
+
+    With several feeding layers it is M (I + F2) (I + F1), where F1 is the earlier one.
+    """
     *earlier, (_, last) = stage
     if not earlier:
         return last

@@ -456,11 +456,7 @@ def _linear_run(request: Request, rules: Rules) -> Iterator[tuple[Network, Tenso
 
 
 def _gradients(network: Network, value: Tensor, constant: Tensor | None) -> list[Tensor]:
-    """Return the gradients of a value (B,) at mixers' outputs; raise if sums are not exact.
-
-    The sum of all inputs' and constants' contributions is checked, because mixers' outputs alone
-    need not sum to the value.
-    """
+    """Return the gradients of a value (B,) at mixers' outputs; raise if sums are not exact."""
     mode, outputs = network.mode, [step.output for step in network.steps]
     # embeddings of the ids in further tables count as inputs, too
     roots = [] if mode.root is None else [mode.root, *(x.leaf for x in mode.again)]
@@ -476,7 +472,7 @@ def _gradients(network: Network, value: Tensor, constant: Tensor | None) -> list
     by_place |= {outside(i): gradients[len(roots) + i] for i in range(len(outputs))}
     # not strict: the gradients at outputs follow
     sums = [(g * x.detach()).flatten(1).sum(1) for g, x in zip(gradients, roots, strict=False)]
-    if sums:
+    if sums:  # of inputs and constants; mixers' outputs need not sum to the value
         inputs, output = torch.stack(sums, 1), value.detach()
         virtual = torch.zeros_like(output)  # relevance of inserted tokens is part of `inputs`
         found = Decomposition(inputs, (), (), biases, output, virtual)

@@ -276,10 +276,7 @@ def head_ranges(operator: Operator) -> list[range]:
 
 
 def _range_ends(operator: Operator) -> Iterator[int]:
-    """Yield where heads of one operator end, in direct sums, which join operators' heads.
-
-    Direct sums may be inside of products and sums, and of other direct sums.
-    """
+    """Yield where heads of one operator end: in direct sums, also inside of other operators."""
     first = 0  # the first head of the part in its direct sum
     for part in operator.parts if isinstance(operator, Composite) else ():
         yield from (first + end for end in _range_ends(part))

@@ -101,6 +101,7 @@ class Explainer:
             arguments.append(f"layers=[{', '.join(map(_name_of, self.layers))}]")
         if hasattr(self, "layer"):
             arguments.append(f"layer={_name_of(self.layer)}")
+        # only if the user passed a rule; else it is an attribute of the class
         rule = vars(self).get("default_rule", vars(self).get("rule"))
         arguments += [] if rule is None else [f"rule={rule!r}"]
         arguments += ["recompute=True"] if getattr(self, "recompute", False) else []
@@ -144,12 +145,12 @@ class Explainer:
                 "outside of torch.inference_mode(). torch.no_grad() is accepted."
             )
         model, results = find_model(self.forward_func, self.model), []
-        one_by_one = self.chunk_tokens is not None and not others
+        one_by_one = self.chunk_tokens is not None and not others  # chunks are of one example
         cuts = list(batch_parts(len(inputs), 1 if one_by_one else internal_batch_size))
 
         def request_for(cut: BatchPart) -> Request:
-            # slices of inputs that require gradients must do so, too
-            with torch.inference_mode(False):
+            """Return the arguments of a run on one part of the batch."""
+            with torch.inference_mode(False):  # slices for a graph must not be inference tensors
                 of_part = tuple(map(cut, additional))
                 request = Request(self.forward_func, model, self.layers, cut(inputs), of_part)
             return replace(request, others=others, streams=self.needs_streams)
@@ -170,6 +171,7 @@ class Explainer:
     ) -> Iterator[Run]:
         """Run the model without a target, and yield the run, so that its layers can be read."""
         tensor, _ = single_input(inputs)
+        # adapters and replays may use it in a graph, which an inference tensor forbids
         tensor = tensor.clone() if tensor.is_inference() else tensor
         additional = as_tuple(additional_forward_args)
         check_batch(tensor, additional)
@@ -179,6 +181,7 @@ class Explainer:
             request, streams=self.needs_streams, verify=verify is not False, folds=False
         )
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
+            # plain runs with other products: copies, because a request caches its output
             copy_of = functools.partial(replace, request)
             stack.enter_context(exact_products(model, lambda: copy_of().output_alone))
             run = run_of(request)
@@ -333,14 +336,15 @@ class ImplicitMethod(SSMAttribution):
     ) -> Tensor | tuple[Tensor, ...]:
         """Run the model, compute relevance (B, L) per sub-batch, and reshape it like the input.
 
-        For an :class:`Each` target, the results for its targets are stacked in a new first
-        dimension. ``graph`` names the autograd graph to keep if the method needs gradients.
+        ``relevance`` computes it for the run's current target, the first of its questions. For an
+        :class:`Each` target, results are stacked in a new first dimension. ``graph`` names the
+        autograd graph to keep if the method needs gradients.
         """
         checks.flags(per_token=per_token)
         verify = checks.tolerance("verify", verify)
         tensor, in_tuple = single_input(inputs)
         check_query(query, len(tensor))
-        if not self.needs_gradient:
+        if not self.needs_gradient:  # the end of the graph, if the query's tokens are found by it
             graph = "tail" if needs_readers(query) else "none"
 
         def explain(request: Request, targets: Sequence[Any], cut: BatchPart) -> list[Tensor]:
@@ -380,6 +384,7 @@ class ImplicitMethod(SSMAttribution):
         for target in targets:
             index = target_index(target, output)
             require_real_target(index, output, run.mask)
+            # a sum has no single index by which gradients could be shared between methods
             selected, cache = None, None
             if self.needs_gradient and isinstance(target, SumTarget):
                 selected, _ = contrasted(output, target)

@@ -50,7 +50,7 @@ def fold(
             if row is None:
                 row = torch.zeros_like(query_row).scatter(-1, query.to(query_row.device), 1)
             row = row.to(query_row)
-            row = row + row.sum(-1, keepdim=True) * query_row
+            row = row + row.sum(-1, keepdim=True) * query_row  # times I + 1 r^T
             row = check_row(row / (1 + query_row.sum(-1, keepdim=True)), layer)
     if row is None:
         raise OptionError("layers selects no mixer. Pass at least one mixer, or None for all.")
@@ -78,7 +78,7 @@ def rows(layer: Layer, operator: Operator, query: Tensor, options: Options) -> T
     if backward_row:
         is_later = torch.arange(row.shape[-1], device=row.device) > query
         row = torch.where(is_later.unsqueeze(1), backward_row[0], row)
-    # the script for "s6" stores single precision
+    # rounded, because the script for "s6" stores single precision
     return row.float().to(row) if options.components == PRESETS["s6"] else row
 
 
@@ -109,13 +109,8 @@ def _is_backward(chain: Chain) -> bool:
 
 def _not_halved(chain: Chain) -> Chain:
     """Remove constant factors, such as the 1/2 in the mean of two directions."""
-    return Chain(
-        *(
-            part
-            for part in chain.parts
-            if part.mixes_tokens or part.component is not None or part.data_dependent
-        )
-    )
+    kept = (p for p in chain.parts if p.mixes_tokens or p.component is not None or p.data_dependent)
+    return Chain(*kept)
 
 
 def _before_the_step(layer: Layer, operator: Operator, query: Tensor) -> Operator:

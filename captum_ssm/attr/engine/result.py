@@ -176,18 +176,20 @@ class NamedTokens(Result, kind=False):
         return self._with_names(read_names(tokens, batch, length))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one dictionary for each example and token (or patch), with named relevance."""
+        """Return one dictionary for each example and token (or patch).
+
+        The keys are example, position, token (if tokens have names), and each kind of relevance.
+        """
         columns = {name: values.flatten(1).tolist() for name, values in self._columns().items()}
         rows = []
         for example in range(self._tokens()[0]):
-            values = {name: by_example[example] for name, by_example in columns.items()}
-            names = {} if self.names is None else {"token": self.names[example]}
-            # columns may differ in length for images; None fills the shorter ones
-            token_values = zip_longest(*names.values(), *values.values())
-            rows += [
-                dict(zip(("example", "position", *names, *values), (example, i, *row), strict=True))
-                for i, row in enumerate(token_values)
-            ]
+            relevance = {name: by_example[example] for name, by_example in columns.items()}
+            token_column = {} if self.names is None else {"token": self.names[example]}
+            keys = ("example", "position", *token_column, *relevance)
+            # for images, methods may return pixels or patches; None fills the shorter columns
+            token_values = zip_longest(*token_column.values(), *relevance.values())
+            for position, values in enumerate(token_values):
+                rows.append(dict(zip(keys, (example, position, *values), strict=True)))
         return rows
 
     def _columns(self) -> Mapping[str, Tensor]:
@@ -255,6 +257,7 @@ def load(path: str | Path) -> Any:
 
 def read_names(tokens: Any, batch: int, length: int) -> Names:
     """Check names of tokens, and return one sequence of names per example."""
+    # a list of strings has the names of one example
     sequences = [tokens] if all(isinstance(name, str) for name in tokens) else list(tokens)
     names = tuple(_as_names(sequence) for sequence in sequences)
     if isinstance(tokens, str) or [len(sequence) for sequence in names] != [length] * batch:
@@ -285,7 +288,7 @@ def _in_notebook() -> bool:
 
 
 def _encode(value: Any) -> Any:
-    """Encode a value for JSON; types without a JSON equivalent become {type: content}."""
+    """Encode for JSON; dictionaries and types that JSON does not have become {type: content}."""
     if isinstance(value, Tensor):
         return {"tensor": _encode_tensor(value)}
     name = type(value).__name__

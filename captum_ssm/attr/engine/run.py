@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -148,16 +148,12 @@ class Request:
     def plain_settings(self) -> Iterator[None]:
         """Inside the ``with``, run the model without gradients, hooks and changes of caches."""
         # a CPU has no fused kernels, so torch functions replace them in the plain run, too
-        on_cpu = self.inputs.device.type == "cpu"
-        with ExitStack() as stack:
-            for context in (torch.no_grad(), repaired_scans(), sparing_caches(self.model)):
-                stack.enter_context(context)
-            if on_cpu:
-                stack.enter_context(unfused())
+        as_on_cpu = unfused() if self.inputs.device.type == "cpu" else nullcontext()
+        with torch.no_grad(), repaired_scans(), sparing_caches(self.model), as_on_cpu:
             yield
 
     def one_output(self, start: Tensor) -> Tensor:
-        """Return the output (1, ...) for an input ``start``, with the first example's arguments."""
+        """Return the output (1, ...) for an image ``start``, with the first example's arguments."""
         first = BatchPart(slice(0, 1), len(self.inputs))
         return logits_of(call_model(self.forward_func, start, tuple(map(first, self.additional))))
 
@@ -258,9 +254,9 @@ class Run:
             yield replace(self, questions=questions[first:], cache=cache)
 
     def select(self, index: Tensor | None) -> tuple[Tensor, GradientCache | None]:
-        """Return a target's value per example (B,), and a cache for its gradients or None.
+        """Return a target's value per example (B,), and a cache for its gradients.
 
-        In a shared run, equal targets of several methods get the same value and cache.
+        Equal targets of several methods get the same; None as cache if the run is not shared.
         """
         if not self.shared:
             return select(self.output, index), None
@@ -271,16 +267,16 @@ class Run:
         return self._selected[-1][1:]
 
     def once(
-        self, layer: Layer, elements: int, room: int, make: Callable[[], Tensor]
+        self, layer: Layer, elements: int, limit: int, make: Callable[[], Tensor]
     ) -> Tensor | None:
         """Return a layer's tensor, computed once by ``make`` and cached for all targets.
 
         Return None if no later target can use the tensor, or if its number of ``elements`` would
-        fill the cache of all layers above ``room``.
+        fill the cache of all layers above ``limit`` elements.
         """
         if layer not in self.cache:
             cached = sum(tensor.numel() for tensor in self.cache.values())
-            if len(self.questions) == 1 or cached + elements > min(room, _KEPT_ELEMENTS):
+            if len(self.questions) == 1 or cached + elements > min(limit, _KEPT_ELEMENTS):
                 return None
             self.cache[layer] = make()
         return self.cache[layer]
@@ -385,7 +381,7 @@ def _token_order(
     only requests with ``folds`` refuse. Also note in layers and ``paths`` which streams they read.
     """
     layers, chosen, chain = record.layers, request.layers is not None, None
-    if chosen and not request.folds and not request.streams:
+    if chosen and not request.folds and not request.streams:  # not needed
         return None
     replays = Replays(layers, beginning, request.output, request.inputs, vouched=chosen)
     if not chosen and not any(layer.map is not None for layer in layers):
@@ -432,6 +428,7 @@ class Sharing:
 
     def run(self, request: Request) -> Run:
         """Return the latest run if ``request`` has the same arguments; else run the model again."""
+        # not while a call is repeated: the check that failed may have been of the latest run
         if self._latest is not None and not is_doubted():
             latest = self._latest.request
             if (latest.streams or not request.streams) and request.same_as(latest):
@@ -473,6 +470,7 @@ def shared_forward(graph: Graph, *, streams: bool = False) -> Iterator[None]:
 def run_of(request: Request) -> Run:
     """Return a traced forward run; inside :func:`shared_forward` reuse the latest if possible."""
     sharing = _current.get()
+    # a graph with only direct paths would give other methods wrong gradients
     return traced(request) if sharing is None or request.direct else sharing.run(request)
 
 

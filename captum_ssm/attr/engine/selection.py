@@ -64,7 +64,7 @@ def selection_factors(
     """
     by_term = []
     for term in terms:
-        parameters = _parameters(term)
+        parameters = _selection_parameters(term)
         if parameters is None:
             return None
         by_term.append(_factors(term, parameters, channels, simplified))
@@ -83,8 +83,12 @@ class _Parameters(NamedTuple):
     query: Tensor
 
 
-def _parameters(term: Term) -> _Parameters | None:
-    """Return the parameters of a selective scan; None for other terms and with convolutions."""
+def _selection_parameters(term: Term) -> _Parameters | None:
+    """Return step, rate, key and query of a Mamba-1 or Mamba-2 scan.
+
+    Return None if the decay is not exp(dt A), or beside a convolution, which adds neighboring
+    tokens and so turns the product of query, history and key into a sum.
+    """
     if any(isinstance(p, ShortConv) and p.mixes_tokens for p in (*term.outer, *term.inner)):
         return None
     scan = term.scan
@@ -101,7 +105,7 @@ def _factors(
     """Return the factors of one term for some channels, as in :func:`selection_factors`."""
     per_head = term.scan.shape.per_head
     heads, within_head = [c // per_head for c in channels], [c % per_head for c in channels]
-    step = parameters.step[:, :, heads]  # (B, L, C)
+    step = parameters.step[:, :, heads]  # (B, L, C); from here each channel is a head
     if simplified:
         step = _before_softplus(step).relu()
     head_indices = torch.tensor(heads)
@@ -114,6 +118,7 @@ def _factors(
 
     outer, inner = ([p.select(heads) for p in parts] for parts in (term.outer, term.inner))
     outer.reverse()  # from the scan outwards, as inner is
+    # the scan may read tokens in another order: move rows and columns to the order of tokens
     for part in outer:
         history = part.rows_of(history) if isinstance(part, Permute) else history
     for part in inner:
@@ -147,10 +152,9 @@ def _apply_moves(
     """Apply diagonal operators and reorderings of tokens to a query or key (B, L, C, N).
 
     Operators act on the P channels of each head, so their product is computed for ones, and only
-    the wanted channel of each head multiplies ``x``.
-
-    ``moves`` are pairs of an operator and its forward or adjoint function, from the scan outwards.
-    ``within_head`` has the index of each of the C channels within its head.
+    the wanted channel of each head multiplies ``x``. ``moves`` are pairs of an operator and
+    its forward or adjoint function, from the scan outwards. ``within_head`` has the index of each
+    of the C channels within its head.
     """
     factor = x.new_ones(*x.shape[:3], per_head)
     for operator, move in moves:

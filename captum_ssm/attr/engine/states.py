@@ -58,7 +58,8 @@ class Term(NamedTuple):
 def terms_of(operator: Operator) -> list[Term] | None:
     """Expand an operator into a sum of terms: one recurrence, or one for each direction.
 
-    Return None if a summand has no recurrence, several, or one with states that mix.
+    Return None if a summand has no recurrence, several, or one with states that mix; or if it has
+    an operator that need not act on each state alike.
     """
     terms = []
     for parts in products_of(operator):
@@ -80,12 +81,12 @@ def products_of(
 
     Only sums for which ``expands`` returns True are expanded. Default: all.
     """
-    if isinstance(operator, Chain):
+    if isinstance(operator, Chain):  # (a + b) c = a c + b c: choose one summand of each factor
         choices = product(*(products_of(part, expands) for part in operator.parts))
         return [tuple(chain.from_iterable(choice)) for choice in choices]
     if isinstance(operator, Sum) and expands(operator):
         return [parts for part in operator.parts for parts in products_of(part, expands)]
-    if isinstance(operator, DirectSum) and len(operator.parts) == 1:
+    if isinstance(operator, DirectSum) and len(operator.parts) == 1:  # of all heads, so no split
         return products_of(operator.parts[0], expands)
     return [(operator,)]
 
@@ -99,7 +100,7 @@ def state_matrices(terms: Sequence[Term], channels: Sequence[int]) -> Tensor:
     batch, tokens, _, per_head = first.shape
     states = sum(term.states for term in terms)
     unit = torch.eye(per_head, dtype=first.dtype, device=first.device)
-    one = unit.new_ones(1, 1, 1, 1)
+    identity = {0: unit.new_ones(1, 1, 1, 1)}  # a band with lag 0 only
     out = unit.new_empty(batch, len(channels), states, tokens, tokens)
     for matrices, channel in zip(out.unbind(1), channels, strict=True):
         head, within_head = divmod(channel, per_head)
@@ -107,7 +108,7 @@ def state_matrices(terms: Sequence[Term], channels: Sequence[int]) -> Tensor:
         factor = unit[within_head].view(1, 1, 1, per_head)
         operators = (term.one_state(m).select([head]) for term in terms for m in range(term.states))
         for state, operator in enumerate(operators):
-            matrices[:, state] = operator.entries(factor, {0: one}, range(tokens)).full(tokens)
+            matrices[:, state] = operator.entries(factor, identity, range(tokens)).full(tokens)
     return out
 
 

@@ -51,14 +51,18 @@ def in_strips(
     whole_is_faster = goes_by_channel(operator, reduce) and budget.holds_matrix(operator)
 
     def changed_strips(row_range: range) -> Iterator[tuple[Strip, Tensor]]:
-        """Yield strips (a few matrix rows) in ``row_range``, with changed entries."""
+        """Yield strips (a few matrix rows) in ``row_range``, with changed entries.
+
+        Rows come from a whole matrix, if there is one or it is faster; from all channels at once,
+        up to ``few`` rows; or from sums over blocks of channels.
+        """
         matrix = whole
-        # up to this number of rows, all channels at once are faster
         few = budget.few_rows(operator) if reduce == "mean" else 0
         if matrix is None and whole_is_faster and len(row_range) > tokens // _FEW:
             matrix = operator.dense(reduce)
 
         def strip_of(rows: range) -> tuple[Strip, Tensor]:
+            """Return a strip and its changed entries."""
             if matrix is not None:  # a copy, because `change` may overwrite it
                 strip = Strip(matrix[:, rows.start : rows.stop].clone(), rows, range(tokens))
             elif len(rows) <= few:
@@ -69,6 +73,7 @@ def in_strips(
 
         return as_memory_allows(row_range, budget.height(operator, reduce), strip_of)
 
+    # the three functions of :class:`.LayerMatrix`
     def rmatvec(row: Tensor) -> Tensor:
         out = torch.zeros_like(row)
         for strip, entries in changed_strips(nonzero_range(row)):
@@ -85,8 +90,8 @@ def in_strips(
     def normalized(row: Tensor) -> Tensor:
         out = torch.zeros_like(row)
         for strip, entries in changed_strips(nonzero_range(row)):
-            weight = _at_rows(row, strip) / (1 + entries.sum(-1))
-            _at_rows(out, strip).add_(weight)
+            weight = _at_rows(row, strip) / (1 + entries.sum(-1))  # by the row sums of I + M
+            _at_rows(out, strip).add_(weight)  # times I
             _add_at_columns(out, strip, _times(weight, entries))
         return out
 
@@ -99,7 +104,7 @@ def _strip_of_rows(operator: Operator, rows: range, reduce: Reduce) -> Strip:
     if reduce != "mean":
         return Strip(operator.rows(rows, reduce), rows, range(tokens))
     one = torch.ones(1, 1, 1, 1, dtype=operator.dtype, device=operator.device)
-    # entries() sums over channels, which all have the same weight in a mean
+    # entries() sums over channels, with the same weight for all; {0: one} is the identity's band
     return operator.entries(one / (heads * per_head), {0: one}, rows)
 
 

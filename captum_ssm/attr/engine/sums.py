@@ -83,7 +83,7 @@ class Sums:
 def attribute_with_sums(
     method: Attribution, inputs: Any, /, **options: Any
 ) -> tuple[Any, Sums | None]:
-    """Call ``method.attribute``; return relevance, and its sums if the method has a delta."""
+    """Call ``method.attribute``; return relevance and its sums, None if it has no exact sum."""
     option = "return_convergence_delta"
     parameters = inspect.signature(method.attribute).parameters
     if option not in parameters or option in options or not method.has_convergence_delta():
@@ -92,6 +92,7 @@ def attribute_with_sums(
     parts: Sequence[Tensor] = relevance if isinstance(relevance, tuple) else (relevance,)
     # relevance that is interpolated over pixels does not sum to the output
     is_spread = parts[0].dim() == 4 and not getattr(method, "sums_pixels", True)
+    # a delta per step or sample, as some methods of Captum return, does not fit the examples
     if is_spread or delta.shape != parts[0].shape[:1]:
         return relevance, None
     # on the CPU: Apple's MPS has no float64
