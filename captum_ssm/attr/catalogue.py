@@ -297,7 +297,7 @@ def method_named(name: str, argument: str) -> type[Attribution]:
     """
     known: dict[str, Any] = {x.__name__: x for x in OFFERED}
     key = find_name(name, known)
-    if key is None:
+    if key is None:  # only then, because it reads the metadata of all installed packages
         known |= {x.name: x for x in entry_points(group="captum_ssm.methods")}
         key = find_name(name, known)
     if key is None:

@@ -418,7 +418,7 @@ def _select(part: BatchPart, name: str, value: Any) -> Any:
 
 
 def _examples_to_run(method: Attribution, options: Mapping[str, Any], batch: int) -> int | None:
-    """Return how many examples Captum's method runs for a batch; None if no option says so."""
+    """Return how many examples Captum's method runs for a batch (for progress); None if unknown."""
     parameters = inspect.signature(method.attribute).parameters
     for name in ("n_steps", "n_samples", "nt_samples"):
         if name in parameters:

@@ -169,12 +169,12 @@ class ImplicitAttention(ImplicitMethod):
         """
         settings = options(components, reduce, heads, 0, "paper", verify, keep_channels=True)
 
-        def make(run: Run, layer: Layer) -> Tensor:
+        def matrix_of(run: Run, layer: Layer) -> Tensor:
             # a view would keep a wider matrix in memory
             matrix = settings.operator(layer).dense(settings.reduce).contiguous()
             return matrix.to(run.request.inputs.device)
 
-        return self._of_layers(inputs, layers, additional_forward_args, settings, make)
+        return self._of_layers(inputs, layers, additional_forward_args, settings, matrix_of)
 
     def states(
         self,
@@ -202,8 +202,8 @@ class ImplicitAttention(ImplicitMethod):
             One tensor (B, len(channels), N, L, L) per layer.  Bidirectional mixers have 2 N states,
             first of the forward direction, then of the backward direction, in the order of tokens.
         """
-        chosen, make = prepare_states(channels, components, verify)
-        return self._of_layers(inputs, layers, additional_forward_args, chosen, make)
+        settings, matrices_of = prepare_states(channels, components, verify)
+        return self._of_layers(inputs, layers, additional_forward_args, settings, matrices_of)
 
     def factors(
         self,
@@ -226,5 +226,5 @@ class ImplicitAttention(ImplicitMethod):
             One :class:`~captum_ssm.attr.engine.selection.Factors` per layer, with the states in the
             order of :meth:`states`.
         """
-        chosen, make = prepare_factors(channels, simplified, verify)
-        return self._of_layers(inputs, layers, additional_forward_args, chosen, make)
+        settings, factors_of = prepare_factors(channels, simplified, verify)
+        return self._of_layers(inputs, layers, additional_forward_args, settings, factors_of)

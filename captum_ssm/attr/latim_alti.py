@@ -162,13 +162,14 @@ class LatimALTI(LatimMethod, ImplicitMethod):
         """
         options = read_options(0, verify)
 
-        def make(run: Run, stage: Sequence[Layer]) -> Tensor:
+        def map_of(run: Run, stage: Sequence[Layer]) -> Tensor:
+            """Return the rows (B, Q, L) of the map of a layer, or of joint layers."""
             mixing = self._mixing(stage, run, options.verify)
             last = stage[-1]
             index = query_index(positions, last.operator.shape[:2], last.values.device)
             return mixing.rows(index).to(run.request.inputs.device)
 
-        return self._of_layers(inputs, layers, additional_forward_args, options, make, stages)
+        return self._of_layers(inputs, layers, additional_forward_args, options, map_of, stages)
 
     def _mixing(self, stage: Sequence[Layer], run: Run, verify: bool | float) -> AltiShares:
         """Verify parallel layers, and return the mixing matrix of the sum of their outputs."""

@@ -143,7 +143,8 @@ class LatimNorm(LatimMethod, ImplicitMethod):
         """
         options = read_options(0, verify)
 
-        def make(run: Run, layer: Layer) -> Tensor:
+        def map_of(run: Run, layer: Layer) -> Tensor:
+            """Return the rows (B, Q, L) of a layer's map, with 0 for padded tokens."""
             verify_layer(layer, options.verify)
             index = query_index(positions, layer.operator.shape[:2], layer.values.device)
             norms = self._map(layer, Contributions(layer, self.activation), index)
@@ -152,9 +153,9 @@ class LatimNorm(LatimMethod, ImplicitMethod):
                 norms *= is_real[:, None] * is_real.gather(1, index)[..., None]
             return norms.to(run.request.inputs.device)
 
-        return self._of_layers(inputs, layers, additional_forward_args, options, make)
+        return self._of_layers(inputs, layers, additional_forward_args, options, map_of)
 
-    @underflow_flushed()
+    @underflow_flushed()  # a CPU is slow with tiny numbers, such as decayed vectors
     def _map(self, layer: Layer, contributions: Contributions, queries: Tensor) -> Tensor:
         """Return the norms (B, Q, L) of contribution vectors to ``queries`` (B, Q)."""
         out = contributions.weight.new_zeros(*queries.shape, contributions.shape.tokens)

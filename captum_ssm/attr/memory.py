@@ -257,15 +257,16 @@ class LayerMemory:
         Args:
             queries: positions of the queries; negative ones count from the end.
         """
-        at = [self._position("queries", q) for q in checks.integers("queries", queries, "tokens")]
+        numbers = checks.integers("queries", queries, "tokens")
+        positions = [self._position("queries", number) for number in numbers]
         operator, _ = self._select_heads(self.heads)
-        rows = operator.per_channel().rows(at, "heads").abs()  # (B, H, Q, L)
-        distance = torch.tensor(at)[:, None] - torch.arange(rows.shape[-1])
+        rows = operator.per_channel().rows(positions, "heads").abs()  # (B, H, Q, L)
+        distance = torch.tensor(positions)[:, None] - torch.arange(rows.shape[-1])
         distance = distance.to(rows)
         total = rows.sum(-1).clamp_min(torch.finfo(rows.dtype).tiny)
         mean = (rows * distance).sum(-1) / total
-        spread = (rows * (distance - mean[..., None]).square()).sum(-1) / total
-        return mean, spread.sqrt()
+        variance = (rows * (distance - mean[..., None]).square()).sum(-1) / total
+        return mean, variance.sqrt()
 
     def _by_head(self, function: Callable[[Memory | Cache], Tensor]) -> Tensor:
         """Apply a function to a few heads' memories at a time; concatenate results (B, H, ...)."""

@@ -47,7 +47,7 @@ class Cache(NamedTuple):
 
     def sizes(self, token: int) -> Tensor:
         """Return the norm (B, H, L) of each value that is cached after ``token``, else 0."""
-        return self._is_cached(token) * self._sizes()
+        return self._is_cached(token) * self._norms()
 
     def erased(self, source: int, token: int) -> Tensor:
         """Return the loss of the source's value at each token up to ``token``, (B, H, L).
@@ -58,7 +58,7 @@ class Cache(NamedTuple):
         t = torch.arange(self.value.shape[1], device=erasure.device)
         # a source that no token reads, such as padding, was never cached
         is_erased = (t == erasure[..., None]) & (t <= token) & (erasure > source)[..., None]
-        return is_erased * self._sizes()[..., source, None]
+        return is_erased * self._norms()[..., source, None]
 
     def without(self, source: int, token: int) -> Tensor:
         """Return the source's norm after ``token`` if token t erased nothing, (B, H, L) by t."""
@@ -69,11 +69,11 @@ class Cache(NamedTuple):
         batch, _, heads, _ = self.value.shape
         return self.value.new_full((batch, heads, 1), torch.inf)
 
-    def _sizes(self) -> Tensor:
+    def _norms(self) -> Tensor:
         """Return the norm of each token's value, (B, H, L), after ``weight`` if it is not None."""
         if self.weight is None:
-            sizes: Tensor = self.value.norm(dim=-1)
-            return sizes.transpose(1, 2)
+            norms: Tensor = self.value.norm(dim=-1)
+            return norms.transpose(1, 2)
         pairs = zip(self.value.unbind(2), self.weight, strict=True)
         return torch.stack([(value @ weight).norm(dim=-1) for value, weight in pairs], 1)
 

@@ -47,12 +47,12 @@ def prepare_states(
     indices = _channel_indices(channels)
     matrix_options = _options(names, verify=verify)
 
-    def make(run: Run, layer: Layer) -> Tensor:
+    def matrices_of(run: Run, layer: Layer) -> Tensor:
         operator = matrix_options.operator(layer)
-        from_0 = _nonnegative_channels(indices, layer, operator)
-        return state_matrices(_terms(layer, operator), from_0).to(run.request.inputs.device)
+        nonnegative = _nonnegative_channels(indices, layer, operator)
+        return state_matrices(_terms(layer, operator), nonnegative).to(run.request.inputs.device)
 
-    return matrix_options, make
+    return matrix_options, matrices_of
 
 
 def prepare_factors(
@@ -67,10 +67,11 @@ def prepare_factors(
     checks.flags(simplified=simplified)
     matrix_options = _options("s6", verify=verify)
 
-    def make(run: Run, layer: Layer) -> Factors:
+    def factors_of(run: Run, layer: Layer) -> Factors:
+        """Return a layer's factors on the device of the inputs; raise if its scan has no dt."""
         operator = matrix_options.operator(layer)
-        from_0 = _nonnegative_channels(indices, layer, operator)
-        factors = selection_factors(_terms(layer, operator), from_0, simplified)
+        nonnegative = _nonnegative_channels(indices, layer, operator)
+        factors = selection_factors(_terms(layer, operator), nonnegative, simplified)
         if factors is None:
             raise OptionError(
                 f"factors() needs a selective scan with a step size dt, as in Mamba and Mamba-2, "
@@ -79,7 +80,7 @@ def prepare_factors(
             )
         return factors.to(run.request.inputs.device)
 
-    return matrix_options, make
+    return matrix_options, factors_of
 
 
 def _terms(layer: Layer, operator: Operator) -> list[Term]:

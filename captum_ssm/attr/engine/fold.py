@@ -43,6 +43,7 @@ class Options:
     def operator(self, layer: Layer) -> Operator:
         """Return the layer's verified operator, with only the chosen components and heads."""
         verify_layer(layer, self.verify)
+        # without mixing of channels: a channel's matrix is of tokens
         operator = layer.linear.restrict(self.components).operator.per_channel()
         if self.heads is None:
             return operator
@@ -52,9 +53,9 @@ class Options:
                 f"heads={list(self.heads)} does not fit layer {layer.name!r}. Pass heads (for "
                 f"Mamba-1: channels) between 0 and {operator.shape.heads - 1}, or None for all."
             )
-        from_0 = [head % operator.shape.heads for head in self.heads]
-        checks.no_repeats(f"heads={list(self.heads)}", from_0)
-        return operator.select(from_0)
+        nonnegative = [head % operator.shape.heads for head in self.heads]
+        checks.no_repeats(f"heads={list(self.heads)}", nonnegative)
+        return operator.select(nonnegative)
 
     def used(self, layers: Sequence[Layer]) -> Sequence[Layer]:
         """Return the layers from ``start_layer`` on; raise if there are none."""
@@ -195,13 +196,13 @@ def _join(stage: Sequence[tuple[Layer, LayerMatrix]]) -> LayerMatrix:
     feeding = [matrix for layer, matrix in earlier if layer.joins == "feeds"]
     parallel = [matrix for layer, matrix in earlier if layer.joins != "feeds"]
 
-    def rmatvec(row: Tensor) -> Tensor:
+    def rmatvec(row: Tensor) -> Tensor:  # the row times M, then I + F2, then I + F1
         out = last.rmatvec(row)
         for branch in reversed(feeding):
             out = out + branch.rmatvec(out)
         return sum((branch.rmatvec(row) for branch in parallel), out)
 
-    def matvec(column: Tensor) -> Tensor:
+    def matvec(column: Tensor) -> Tensor:  # I + F1, then I + F2, then M, times the column
         out = column
         for branch in feeding:
             out = out + branch.matvec(out)

@@ -287,6 +287,7 @@ def _for_captum(attribute: Callable[..., Any]) -> Callable[..., Any]:
 
     @checks.in_place_of(attribute)
     def wrapped(self: SSMAttribution, *args: Any, **kwargs: Any) -> Any:
+        """Call ``attribute``, for Captum with the log-probability of its token as the target."""
         llm_attribution = getattr(self.forward_func, "attr", None)
         if not isinstance(llm_attribution, LLMGradientAttribution):
             return attribute(self, *args, **kwargs)

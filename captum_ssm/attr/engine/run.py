@@ -333,6 +333,7 @@ def traced(request: Request, *, shared: bool = False) -> Run:
     model, layers, paths = request.model, request.layers, None
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(request.graph in ("outputs", "all")))
+        # finds the first embeddings of the ids, at which replays begin
         beginning = Beginning(model, find_mixers(model), request.ids)
         stack.enter_context(beginning.seen())
         if request.direct:
@@ -435,6 +436,7 @@ class Sharing:
                 return self._latest
         self._latest = None  # frees the old graph before the new run
         request = replace(request, graph=self._graph, streams=self._streams or request.streams)
+        # with all checks, for any method that may follow
         self._latest = traced(replace(request, verify=True, folds=True), shared=True)
         return self._latest
 

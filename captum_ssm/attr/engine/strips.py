@@ -73,8 +73,7 @@ def in_strips(
 
         return as_memory_allows(row_range, budget.height(operator, reduce), strip_of)
 
-    # the three functions of :class:`.LayerMatrix`
-    def rmatvec(row: Tensor) -> Tensor:
+    def rmatvec(row: Tensor) -> Tensor:  # see LayerMatrix, as for the next two functions
         out = torch.zeros_like(row)
         for strip, entries in changed_strips(nonzero_range(row)):
             _add_at_columns(out, strip, _times(_at_rows(row, strip), entries))
