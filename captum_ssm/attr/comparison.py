@@ -437,7 +437,7 @@ def _relevance(
     """Call a method; return relevance (per token, for Captum's methods too) and :class:`.Sums`."""
     inputs, target, additional = arguments
     kwargs = {"target": target, "additional_forward_args": additional or None}
-    if isinstance(method, SSMAttribution):
+    if isinstance(method, SSMAttribution):  # the user's options may have another per_token
         return attribute_with_sums(method, inputs, **kwargs, **{"per_token": per_token, **options})
     with nullcontext() if grid is None else grid.watch():
         relevance, sums = attribute_with_sums(method, inputs, **kwargs, **options)

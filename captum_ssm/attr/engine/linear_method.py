@@ -263,6 +263,7 @@ def plain_run_of(
     request: Request, rules: Rules, network: Network, kept: Kept | None
 ) -> PlainRun | None:
     """Return the plain run to compare explained values with; None if no comparison is needed."""
+    # without constants, and for a value inside the model, the output is another number
     if rules.verify is False or not rules.constants or request.ends is not None:
         return None
     return plain_run(replace(request, kept=kept), network.calls, network.granted)

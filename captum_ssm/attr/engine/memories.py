@@ -172,7 +172,8 @@ class Memory(NamedTuple):
         Also return the key decayed by all S steps, (B, H, N).
         """
         logs = self.log_decay[:, between.start : between.stop]
-        sums_before = logs.cumsum(1).roll(1, 1)  # a difference of sums would cancel a reset
+        # over earlier steps; the difference of two sums would be inexact after a reset
+        sums_before = logs.cumsum(1).roll(1, 1)
         sums_before[:, :1] = 0
         without_each = (sums_before + _sums_after(logs)).exp() * self.key[:, first, None]
         return without_each.transpose(1, 2), logs.sum(1).exp() * self.key[:, first]

@@ -160,6 +160,7 @@ class Explainer:
             for cut in shown(cuts):
                 with torch.inference_mode(False), cut.counting():
                     request, part_targets = request_for(cut), list(map(cut.target, targets))
+                    # checks of tensors on a GPU are read at the end of each part
                     results.append(
                         read_together(functools.partial(explain, request, part_targets, cut))
                     )
