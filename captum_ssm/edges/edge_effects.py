@@ -16,7 +16,7 @@ from ..attr.call.inputs import BatchPart, as_tuple, single_input
 from ..attr.call.targets import Against, contrasted, require_real_target, target_index
 from ..attr.engine.alone import require_alone
 from ..attr.engine.fold import verify_layer
-from ..attr.engine.linear_method import as_memory_allows, coefficients
+from ..attr.engine.linear_method import coefficients, first_that_fits
 from ..attr.engine.method import Explainer
 from ..attr.engine.run import Question, Request, traced
 from ..errors import OptionError
@@ -137,7 +137,7 @@ class EdgeEffects(Explainer):
         def explain(request: Request, _: Sequence[Any], cut: BatchPart) -> list[Effects]:
             request = replace(request, verify=verify is not False)
             run = functools.partial(self._run_once, request, question, verify)
-            return [as_memory_allows(run, self.recompute)]
+            return [first_that_fits(run, self.recompute)]
 
         tensor, _ = single_input(inputs)
         ((effects,),) = self._by_parts(tensor, [question], additional_forward_args, None, explain)

@@ -14,7 +14,7 @@ from ..attr.call.inputs import BatchPart, single_input
 from ..attr.call.progress import bar
 from ..attr.call.targets import Against, target_index
 from ..attr.engine.baselines import Baselines, out_of_tuple
-from ..attr.engine.linear_method import Rules, as_memory_allows, linear_run, numbers_of, start_of
+from ..attr.engine.linear_method import Rules, first_that_fits, linear_run, numbers_of, start_of
 from ..attr.engine.run import Request
 from ..attr.flow import FlowMethod
 from ..errors import InputError, OptionError
@@ -199,7 +199,7 @@ class _Maker(FlowMethod):
                     parts = Parts(network, selections, value, constant, start, index)
                     return parts.keep_strongest(top)
 
-            return [as_memory_allows(run, rules.recompute)]
+            return [first_that_fits(run, rules.recompute)]
 
         ((parts,),) = self._by_parts(inputs, [question], additional_forward_args, None, explain)
         return parts

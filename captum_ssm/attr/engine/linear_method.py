@@ -154,32 +154,32 @@ class Rules:
 
 #: A phrase for the warning, such as "blocks ran again", and the function that computes the result.
 #: The phrase is empty for the function that saves no memory.
-Way = tuple[str, Callable[[], T]]
+Attempt = tuple[str, Callable[[], T]]
 
 
-def as_memory_allows(
-    run: Callable[[bool], T], recompute: bool | None = None, others: Sequence[Way[T]] = ()
+def first_that_fits(
+    run: Callable[[bool], T], recompute: bool | None = None, others: Sequence[Attempt[T]] = ()
 ) -> T:
     """Return ``run(recompute)``; for None, the result of the first run that memory allows.
 
     Args:
         run: a function of ``recompute``, which is called with False and then with True.
         recompute: the only argument for ``run``. Default: None, both.
-        others: further ways, in this order. Default: none.
+        others: further attempts, in this order. Default: none.
 
     Raises:
-        RuntimeError: the device's error, if memory allows no way, or if the ways that may fit are
-            refused.
+        RuntimeError: the device's error, if no attempt fits into memory, or if those that may fit
+            are refused.
     """
     if recompute is not None:
         return run(recompute)
     refused: CaptumSSMError | None = None
-    ways: list[Way[T]] = [("", lambda: run(False)), (_RECOMPUTED, lambda: run(True)), *others]
-    for phrase, compute in ways:
+    first: list[Attempt[T]] = [("", lambda: run(False)), (_RECOMPUTED, lambda: run(True))]
+    for phrase, compute in (*first, *others):
         try:
             result = compute()
         except CaptumSSMError as error:
-            if not phrase:  # the error is about the call; later ones are about the way
+            if not phrase:  # the error is about the call; later ones are about the attempt
                 raise
             refused = error
         except RuntimeError as error:
@@ -223,7 +223,7 @@ def decompositions(
 
         sizes = [tokens // parts for parts in (4, 16, 64) if tokens // parts >= _FEW_TOKENS]
         in_parts = [(_in_chunks_of(size), partial(run, None, size)) for size in sizes]
-        return as_memory_allows(run, None, in_parts if len(request.inputs) == 1 else ())
+        return first_that_fits(run, None, in_parts if len(request.inputs) == 1 else ())
     results, plain = _decompose_in_one_run(request, questions, rules, baselines)
     if plain is not None:
         plain.require_equal([(q, x.output) for q, x in zip(questions, results, strict=True)])
