@@ -134,9 +134,9 @@ class MambaAttribution(ImplicitMethod):
                     # kept for further targets, if memory allows; else None
                     alpha = run.once(
                         layer,
-                        operator.shape.batch * operator.shape.tokens**2,
-                        budget.on(operator.device) // operator.dtype.itemsize,
-                        lambda: operator.dense(settings.reduce),
+                        elements=operator.shape.batch * operator.shape.tokens**2,
+                        limit=budget.on(operator.device) // operator.dtype.itemsize,
+                        make=lambda: operator.dense(settings.reduce),
                     )
                     return in_strips(operator, settings.reduce, budget, weigh_and_clamp, alpha)
 

@@ -150,6 +150,7 @@ class _Sequence:
         """Run a chunk after ``border``; yield network, cache, and logits at text ``positions``."""
         request, rules = self._request, self._rules
         require_deterministic(request.model)
+        # a look-up of the explained ids is recognized by their memory, which nothing else may share
         tokens = request.inputs[:, chunk.start : chunk.stop].clone()
         first_token = self._chunks[0].start
         carried = Carried(chunk.start - first_token, border.sums, states=border.states)

@@ -191,7 +191,8 @@ def first_that_fits(
             if phrase:
                 warnings.warn(f"The device's memory is too small, so {phrase}", stacklevel=2)
             return result
-    raise error_type(f"{message}\n{_TOO_LARGE}") from refused  # at least the first way's error
+    # both are set: the first attempt has returned, raised, or run out of memory
+    raise error_type(f"{message}\n{_TOO_LARGE}") from refused
 
 
 _RECOMPUTED = (

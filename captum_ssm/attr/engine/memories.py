@@ -299,12 +299,12 @@ def memories_of(operator: Operator, values: Tensor) -> list[Memory | Cache]:
             continue
         mixer, inner = parts[indices[0]], parts[indices[0] + 1 :]
         value = Chain(*inner).affine(values) if inner else values
-        if isinstance(mixer, DenseHeads):
+        if isinstance(mixer, DenseHeads):  # a cache has no `order`: nothing may be permuted
             if is_causal(mixer) and not any(isinstance(part, Permute) for part in parts):
                 memories.append(Cache(value, mixer.matrices))
             continue
         order = torch.arange(values.shape[1], device="cpu")  # the token that each step reads
-        for part in reversed(inner):
+        for part in reversed(inner):  # the innermost operator acts first
             order = order[part.on_host] if isinstance(part, Permute) else order
         memories.append(_memory(mixer, value, order))  # type: ignore[arg-type]
     return memories

@@ -256,7 +256,7 @@ class Run:
     def select(self, index: Tensor | None) -> tuple[Tensor, GradientCache | None]:
         """Return a target's value per example (B,), and a cache for its gradients.
 
-        Equal targets of several methods get the same; None as cache if the run is not shared.
+        Equal targets of several methods share both. If the run is not shared, the cache is None.
         """
         if not self.shared:
             return select(self.output, index), None
