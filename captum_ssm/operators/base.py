@@ -180,7 +180,7 @@ class Operator:
             values: the input (B, L, H, P).
             gradient: gradient of the output (B, L, H, P).
         """
-        if self.roles:
+        if self.roles:  # a subclass with roles defines this method
             raise NotImplementedError
         return self.transpose(gradient), {}
 
@@ -212,13 +212,15 @@ class Operator:
         yield self
 
     def restrict(self, components: Collection[str]) -> Operator | None:
-        """Keep the named components; replace all other components with the identity.
+        """Keep the named components, and operators without a component.
 
         Args:
             components: names of the components to keep, such as ``{"scan", "gate"}``.
 
         Returns:
-            The operator, or None if only the identity remains.
+            The operator, or None if it is left out. A factor of a :class:`.Chain` that is left out
+            counts as the identity, a summand of a :class:`.Sum` as zero. If a whole operator is
+            left out, the caller uses the identity.
         """
         return self if self.component is None or self.component in components else None
 
@@ -231,6 +233,8 @@ class Operator:
 
     def after_band(self, band: Band) -> Band | None:
         """Return the product self . band as a band, or None if this operator is not a band.
+
+        A :class:`.Chain` thus joins diagonals and short convolutions at the ends of its product.
 
         Args:
             band: the inner factor: by lag, factors broadcastable to (B, L, H, P).

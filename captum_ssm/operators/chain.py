@@ -64,6 +64,7 @@ class Chain(Composite):
         return u
 
     def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
+        """Compute rows of the outermost factor, and map them by the adjoints of all others."""
         outer, *inner = self.parts
         while inner and isinstance(outer, Diagonal | Permute):
             # its rows are scaled rows of its inner factor: cheaper than to scale vectors
@@ -84,6 +85,7 @@ class Chain(Composite):
         return _mean_of_channels(self.parts, r, transposed=True)
 
     def offset(self) -> Tensor | None:
+        """Sum the parts' constants, each mapped by the parts outside of it."""
         total: Tensor | None = None
         for part in reversed(self.parts):
             total = part.offset() if total is None else part.affine(total)
@@ -113,14 +115,16 @@ class Chain(Composite):
         outer, inner = self.parts[0], self.parts[-1]
         if isinstance(outer, Permute):
             read_rows = outer.input_rows(rows)
-            if read_rows is None:
+            if read_rows is None:  # no range, as a strip needs
                 return super().entries(left, band, rows, by_head)
+            # row i is row order[i] of the rest, so its factor moves there
             left, rest = outer.transpose(left.expand(self.shape)), self._product_of(self.parts[1:])
             return outer.rows_of_strip(rest.entries(left, band, read_rows, by_head), rows)
         if isinstance(inner, Permute):
             rest = self._product_of(self.parts[:-1])
 
-            def strip_for(right: Tensor) -> Strip:
+            def strip_for(right: Tensor) -> Strip:  # rows of diag(left) . self . diag(right)
+                # column order[t] is column t of the rest, so its factor moves there
                 right = inner.apply(right.expand(self.shape))
                 return inner.columns_of_strip(rest.entries(left, {0: right}, rows, by_head))
 
@@ -138,6 +142,7 @@ class Chain(Composite):
         batch, tokens, heads, per_head = self.shape
         fitting = at_a_time(_FACTOR_ELEMENTS, self.device) // (batch * tokens)
         size = max(1, len(rows) // 2, fitting)
+        # only heads of one channel are split, such as a selective scan's, of which there are many
         if per_head > 1 or size >= heads or any(map(_mixes_heads, self.parts)):
             yield self._strip_of_core(left, band, rows, False)
             return
@@ -180,8 +185,8 @@ class Chain(Composite):
             inner = combined
             middle.pop()
         outer_parts: list[Operator] = []
-        outer: Band = {0: self._ones(1, 1, 1, 1)}
-        while middle and middle[0].after_band(outer) is not None:
+        outer: Band = {0: self._ones(1, 1, 1, 1)}  # the identity
+        while middle and middle[0].after_band(outer) is not None:  # only tests for a band
             outer_parts.append(middle.pop(0))
         for part in reversed(outer_parts):  # from the innermost outwards
             combined = part.after_band(outer)
@@ -211,8 +216,8 @@ def _mean_of_channels(parts: Sequence[Operator], x: Tensor, transposed: bool) ->
         transposed: whether to use the adjoint.
     """
     shape = parts[0].shape
-    acting = list(parts if transposed else parts[::-1])
-    differing = [i for i, part in enumerate(acting) if not _maps_channels_alike(part)]
+    acting = list(parts if transposed else parts[::-1])  # the part that acts first is first
+    differing = [i for i, part in enumerate(acting) if not _maps_channels_alike(part)]  # indices
     # a single diagonal among parts that map channels alike: its mean over channels suffices
     if len(differing) == 1 and isinstance(only := acting[differing[0]], Diagonal):
         acting[differing.pop()] = only.mean_of_channels()

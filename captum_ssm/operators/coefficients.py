@@ -98,7 +98,7 @@ def vjp(operator: Operator, values: Tensor, moved: Moved, offset: Tensor) -> tup
         gradient, and adds live coefficients' gradients, summed over the stack, to its second
         argument.
     """
-    if operator.live:
+    if operator.live:  # first, because WKV is a Sum with coefficients
         out, back = operator.vjp(values, moved.get(operator, {}))
         return _with_constant(operator, out, offset), partial(_pull_back, operator, back)
     if isinstance(operator, Chain):
@@ -121,6 +121,7 @@ def vjp(operator: Operator, values: Tensor, moved: Moved, offset: Tensor) -> tup
         outs, pulls = zip(*(vjp(p, v, moved, offset) for p, v in pairs), strict=True)
 
         def pull_heads(gradient: Tensor, totals: Gradients) -> Tensor:
+            """Pull each part's heads of the gradient back through the part."""
             split = torch.split(gradient, heads, -2)
             return torch.cat([pull(g, totals) for pull, g in zip(pulls, split, strict=True)], -2)
 

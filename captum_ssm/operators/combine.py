@@ -68,6 +68,7 @@ class Sum(Composite):
         return _with_scaled([part.transpose(u) for part in others], scalings, u)
 
     def unit_rows(self, positions: Positions, weight: Tensor | None = None) -> Tensor:
+        """Sum the rows of all parts; a diagonal adds one entry per row."""
         scalings, others = self._split_diagonals()
         if not others:
             return super().unit_rows(positions, weight)
@@ -108,8 +109,9 @@ class Sum(Composite):
         return Sum(*(part.per_channel() for part in self.parts))
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
+        """Sum the strips of all parts; diagonals are added in place."""
         scalings, others = self._split_diagonals()
-        terms = others or [scalings.pop()]
+        terms = others or [scalings.pop()]  # a first strip to add to
         out = sum_strips((part.entries(left, band, rows, by_head) for part in terms), rows)
         for scaling in scalings:
             out = scaling.added_to(out, left, band)
@@ -122,7 +124,7 @@ def _with_scaled(terms: list[Tensor], scalings: list[Diagonal], x: Tensor) -> Te
         first, *scalings = scalings
         terms = [first.apply(x)]
     out = sum_tensors(terms)
-    for scaling in scalings:
+    for scaling in scalings:  # one pass over memory each
         out = torch.addcmul(out, scaling.weight, x)
     return out
 
@@ -172,9 +174,10 @@ class DirectSum(Composite):
         return DirectSum(*(_identity_like(part) if rest is None else rest for rest, part in pairs))
 
     def select(self, heads: Sequence[int]) -> Operator:
-        heads_of_parts = [(i, head) for i, count in enumerate(self._heads) for head in range(count)]
-        # neighbors in the list from one part form one part; a part that occurs again is split
-        runs = groupby((heads_of_parts[head] for head in heads), key=itemgetter(0))
+        # for each head, the index of its part and its index in this part
+        part_heads = [(i, head) for i, count in enumerate(self._heads) for head in range(count)]
+        # neighbors in ``heads`` from one part form one part; a part that occurs again is split
+        runs = groupby((part_heads[head] for head in heads), key=itemgetter(0))
         return DirectSum(*(self.parts[i].select([head for _, head in run]) for i, run in runs))
 
     def per_channel(self) -> Operator:
@@ -183,7 +186,7 @@ class DirectSum(Composite):
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
         tokens, lefts = self.shape.tokens, self._split_heads(left.expand(self.shape))
 
-        def strip_for(right: Tensor) -> Strip:
+        def strip_for(right: Tensor) -> Strip:  # rows of diag(left) . self . diag(right)
             rights = self._split_heads(right.expand(self.shape))
             triples = zip(self.parts, lefts, rights, strict=True)
             strips = (part.entries(x, {0: y}, rows, by_head) for part, x, y in triples)

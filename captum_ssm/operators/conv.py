@@ -88,7 +88,7 @@ class ShortConv(Operator):
     def _forward(self, v: Tensor) -> Tensor:
         """Return the sum over lags of weight[lag] v[t - lag], for all tokens t."""
         out, delayed = self._split_off_lag_zero(v)
-        read, written = self._as_map(v), self._as_map(out)
+        read, written = self._as_map(v), self._as_map(out)  # views, so this writes to ``out``
         for lag, weight in delayed.items():
             earlier, later = self._tap_indices(lag)
             written[later].addcmul_(weight, read[earlier])
@@ -97,7 +97,7 @@ class ShortConv(Operator):
     def _adjoint(self, u: Tensor) -> Tensor:
         """Return the sum over lags of weight[lag] u[t + lag], for all tokens t."""
         out, delayed = self._split_off_lag_zero(u)
-        read, written = self._as_map(u), self._as_map(out)
+        read, written = self._as_map(u), self._as_map(out)  # views, so this writes to ``out``
         for lag, weight in delayed.items():
             earlier, later = self._tap_indices(lag)
             written[earlier].addcmul_(weight, read[later])
@@ -135,7 +135,7 @@ class ShortConv(Operator):
 
     def select(self, heads: Sequence[int]) -> Operator:
         bias = self.bias
-        if bias is not None and bias.shape[2] > 1:
+        if bias is not None and bias.shape[2] > 1:  # otherwise all heads share it
             bias = bias[:, :, list(heads)]
         shape, weight = self.shape._replace(heads=len(heads)), self.weight[list(heads)]
         return ShortConv(weight, shape, bias, self.lags, self.component, self.width)
@@ -162,6 +162,7 @@ class ShortConv(Operator):
                 weight = weight * inside[:, None, None]
             else:
                 token_lag = lag
+            # in a map, different lags may be the same number of tokens
             weights[token_lag] = weights[token_lag] + weight if token_lag in weights else weight
         return weights
 

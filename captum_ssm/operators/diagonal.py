@@ -57,8 +57,8 @@ class Diagonal(Operator):
         self.shape = shape
         self.component = component
         self.at_rest = at_rest.detach() if isinstance(at_rest, Tensor) else at_rest
-        common = weight.shape[0] == weight.shape[1] == 1
-        self.data_dependent = not common if data_dependent is None else data_dependent
+        is_shared = weight.shape[0] == weight.shape[1] == 1  # by all examples and tokens
+        self.data_dependent = not is_shared if data_dependent is None else data_dependent
 
     def apply(self, v: Tensor) -> Tensor:
         return self.weight * v
@@ -83,6 +83,7 @@ class Diagonal(Operator):
         return {"weight": self.weight}
 
     def select(self, heads: Sequence[int]) -> Operator:
+        # a weight of size 1 is shared by all heads
         weight = self.weight if self.weight.shape[2] == 1 else some_heads(self.weight, heads)
         selected = self._with(weight, heads=len(heads))
         if isinstance(selected.at_rest, Tensor):
@@ -132,6 +133,7 @@ class Diagonal(Operator):
     def added_to(self, strip: Strip, left: Tensor, band: Band) -> Strip:
         """Add rows of diag(left) . self . band to a strip of these rows; may overwrite it."""
         tokens, rows = self.shape.tokens, strip.rows
+        # columns i - lag of all rows i, from the largest lag to the smallest
         first, last = clipped(rows, -max(band), tokens), clipped(rows, -min(band), tokens)
         strip = strip.covering(rows, range(first.start, last.stop))
         weight = (left * self.weight).expand(self.shape)
@@ -140,6 +142,7 @@ class Diagonal(Operator):
             inside = clipped(clipped(rows, -lag, tokens), lag, tokens)
             part = slice(inside.start, inside.stop)
             products = weight[:, part] * factor.expand(self.shape)[:, part]  # (B, R, H, P)
+            # a strip with four dimensions has one matrix per head
             sums = products.sum(-1).mT if strip.entries.dim() == 4 else products.sum((-1, -2))
             top, side = inside.start - rows.start, inside.start - lag - strip.columns.start
             into = strip.entries[..., top : top + len(inside), side : side + len(inside)]

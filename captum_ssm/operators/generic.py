@@ -16,14 +16,7 @@ from torch import Tensor
 from ..errors import GradientModeError, OptionError
 from .kernels.arithmetic import sum_tensors
 from .kernels.bands import Band
-from .kernels.rows import (
-    Positions,
-    Strip,
-    at_positions,
-    in_stacks,
-    per_example,
-    unit_vectors,
-)
+from .kernels.rows import Positions, Strip, at_positions, in_stacks, per_example, unit_vectors
 from .reduction import Reduce, goes_by_channel, matrices_by_channel, mean_by_head, reduce_channels
 
 if TYPE_CHECKING:
@@ -33,7 +26,7 @@ if TYPE_CHECKING:
 def transpose(operator: Operator, u: Tensor) -> Tensor:
     """Apply the adjoint of ``operator.apply`` to ``u``, by automatic differentiation."""
     with torch.inference_mode(False), torch.enable_grad():
-        v = torch.zeros_like(u, requires_grad=True)
+        v = torch.zeros_like(u, requires_grad=True)  # any v: the derivative of a linear map
         out = operator.apply(v)
         if not out.requires_grad:  # every token is mapped to zero
             if operator.apply(u).any():
@@ -43,6 +36,7 @@ def transpose(operator: Operator, u: Tensor) -> Tensor:
                     ".data there, or define the operator's transpose method."
                 )
             return torch.zeros_like(u)
+        # a copy, because autograd accepts no tensor that was made in inference mode
         (gradient,) = torch.autograd.grad(out, v, u.clone())
     return gradient
 
@@ -57,9 +51,10 @@ def vjp(
         operators = [operator.at({name: x[i] for name, x in coefficients.items()}) for i in stack]
 
     def pull(gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the gradients of the values, and of coefficients, summed over the stack."""
         calls = zip(operators, values, gradient, strict=True)
-        of_values, by_vector = zip(*(op.backward(v, g) for op, v, g in calls), strict=True)
-        sums = {name: sum_tensors(x[name] for x in by_vector) for name in by_vector[0]}
+        of_values, gradients = zip(*(op.backward(v, g) for op, v, g in calls), strict=True)
+        sums = {name: sum_tensors(x[name] for x in gradients) for name in gradients[0]}
         return torch.stack(of_values), sums
 
     return torch.stack([op.apply(v) for op, v in zip(operators, values, strict=True)]), pull
@@ -83,7 +78,7 @@ def rows(operator: Operator, positions: Positions, reduce: Reduce = "mean") -> T
     for indices in _in_stacks(operator, range(queries)):
         stack = operator.unit_rows(index[:, indices.start : indices.stop].T)
         reduced = reduce_channels(stack, reduce)  # (Q, B, [C or H,] L)
-        if out is None:
+        if out is None:  # its sizes are known only now
             out = reduced.new_empty(queries, *reduced.shape[1:])
         out[indices.start : indices.stop] = reduced
     assert out is not None

@@ -107,12 +107,7 @@ class DenseHeads(HeadOperator):
         True
     """
 
-    def __init__(
-        self,
-        matrices: Tensor,
-        per_head: int,
-        component: str | None = "scan",
-    ) -> None:
+    def __init__(self, matrices: Tensor, per_head: int, component: str | None = "scan") -> None:
         self.matrices = matrices.detach()
         self.component = component
         self.shape = Shape(matrices.shape[0], matrices.shape[-1], matrices.shape[1], per_head)
@@ -141,8 +136,9 @@ class DenseHeads(HeadOperator):
         return self.matrices
 
     def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
+        """Compute the rows; factors that all tokens share need only a mean of matrices."""
         row, column = _unexpanded(left), _unexpanded(right)
-        if row.shape[1] == column.shape[1] == 1:  # a weighted mean of matrices: one product
+        if row.shape[1] == column.shape[1] == 1:  # one product
             weight = (row * column).expand(self.shape.batch, 1, self.shape.heads)
             matrices = self.matrices[..., rows.start : rows.stop, :].flatten(2)
             return (weight @ matrices).view(-1, len(rows), self.shape.tokens)
@@ -215,7 +211,7 @@ class SoftmaxHeads(DenseHeads):
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         with full_precision(values.device):
             of_scores = _score_gradient(self.matrices, values, gradient)
-            of_scores *= self._scaling
+            of_scores *= self._scaling  # now of the products q k^T
             query, key = (x.transpose(1, 2) for x in (self.query, self.key))
             gradients = {"query": of_scores @ key, "key": of_scores.mT @ query}
         of_values = self.transpose(gradient)
@@ -248,11 +244,7 @@ class ScoredHeads(DenseHeads):
     """
 
     def __init__(
-        self,
-        reads: HeadOperator,
-        forget: Tensor | None,
-        per_head: int,
-        mask: Tensor | None = None,
+        self, reads: HeadOperator, forget: Tensor | None, per_head: int, mask: Tensor | None = None
     ) -> None:
         self.reads, self.mask = reads, mask
         self.forget = None if forget is None else forget.detach()
@@ -262,12 +254,12 @@ class ScoredHeads(DenseHeads):
 
     def _probabilities(self) -> Tensor:
         """Return the softmax of the scores, (B, H, L, L)."""
-        scores = self.reads.head_matrices()
+        scores = self.reads.head_matrices()  # new memory, changed in place below
         if self.forget is not None:
             sums = doubled(self.forget).cumsum(1).transpose(1, 2)  # (B, H, L)
             scores += (sums[..., None] - sums[:, :, None]).to(scores)
         is_read = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
-        if self.mask is not None:
+        if self.mask is not None:  # columns, then rows
             is_read = is_read & self.mask[:, None, None] & self.mask[:, None, :, None]
         scores.masked_fill_(~is_read, -torch.inf)
         return scores.softmax(-1).nan_to_num_(0)  # NaN: a row of nothing but -inf
@@ -379,12 +371,14 @@ class HeadCentering(Operator):
 def per_head_factors(left: Tensor, right: Tensor, shape: Shape) -> tuple[Tensor, Tensor] | None:
     """Return factors (B, L, H) that replace ``left`` and ``right`` in sums over a head's channels.
 
-    Returns None if ``left`` and ``right`` both differ between the channels of a head.
+    Their products at any two tokens are the sums over the P channels of left * right.  Returns None
+    if ``left`` and ``right`` both differ between the channels of a head.
     """
     left, right = _unexpanded(left), _unexpanded(right)
     if left.shape[-1] > 1 and right.shape[-1] > 1:
         return None
-    # at least one is a constant in the sum, so the sum of the products is a product of sums
+    # one of them has size 1, a constant in the sum: the sum of products is a product of sums; if
+    # both have size 1, the sum has P equal terms
     count = shape.per_head if left.shape[-1] == right.shape[-1] else 1
     return (count * left.sum(-1)).expand(shape[:3]), right.sum(-1).expand(shape[:3])
 

@@ -90,7 +90,7 @@ class LongConv(Operator):
     def _strip_by_head(self, left: Tensor, right: Tensor, rows: range) -> Strip:
         """Return ``rows`` of left[i, c] alpha_c[i, j] right[j, c], summed over each head's c."""
         left, right = (x.expand(self.shape).transpose(1, 2) for x in (left, right))  # (B, H, L, P)
-        left, columns = left[:, :, rows.start : rows.stop], range(self.shape.tokens)
+        left, columns = left[:, :, rows.start : rows.stop], range(self.shape.tokens)  # (B, H, R, P)
         row, column = (torch.arange(x.start, x.stop, device=self.device) for x in (rows, columns))
         lag = row[:, None] - column  # (R, L)
         # lags beyond the kernel's end, and negative ones, index the zero that is padded to it
@@ -124,9 +124,9 @@ class LongConv(Operator):
             part = slice(start, start + at_once)
             # tokens last: transforms along a stride of a power of two take twice as long
             signal = x[..., part, :].movedim(-3, -1).contiguous()  # (..., h, P, L)
-            response = torch.fft.rfft(self.kernel[part], size)  # (h, P or 1, F)
+            response = torch.fft.rfft(self.kernel[part], size)  # (h, P or 1, frequencies)
             spectrum = torch.fft.rfft(signal, size)
-            spectrum *= response.conj() if conjugate else response
+            spectrum *= response.conj() if conjugate else response  # the conjugate: the adjoint
             filtered = torch.fft.irfft(spectrum, size)[..., :tokens]
             out[..., part, :] = filtered.movedim(-1, -3)
         return out
@@ -204,6 +204,7 @@ def _zero_outside_reach(out: Tensor, x: Tensor, before: int, after: int) -> Tens
     """
     tokens = x.shape[-3]
     is_nonzero = (x != 0).to(torch.uint8)
+    # argmax is the first nonzero token, or 0 without any; then ``out`` is exactly zero anyway
     first = is_nonzero.argmax(-3, keepdim=True)
     last = tokens - 1 - is_nonzero.flip(-3).argmax(-3, keepdim=True)
     position = torch.arange(tokens, device=x.device)[:, None, None]

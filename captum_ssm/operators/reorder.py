@@ -238,6 +238,7 @@ class Windowed(Operator):
         return self.windows.merge(self.within.transpose(self.windows.cut(u)))
 
     def offset(self) -> Tensor | None:
+        """Return the constants of biases inside, and of the input at padding."""
         padding = self._padding
         constant = self.within.offset() if padding is None else self.within.affine(padding)
         return None if constant is None else self.windows.merge(constant)
@@ -264,7 +265,7 @@ class Windowed(Operator):
         tokens, size = self.shape.tokens, self.windows.places.shape[1]
         row = self.windows.cut(left.expand(self.shape))
 
-        def strip_for(right: Tensor) -> Strip:
+        def strip_for(right: Tensor) -> Strip:  # rows of diag(left) . self . diag(right)
             column = self.windows.cut(right.expand(self.shape))
             blocks = self.within.entries(row, {0: column}, range(size), by_head).full(size)
             if by_head:  # (B W, H, T, T) to (B H W, T, T)

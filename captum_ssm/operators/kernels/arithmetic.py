@@ -130,7 +130,7 @@ def underflow_flushed() -> Iterator[None]:
 
 
 def _is_flushed() -> bool:
-    """Return True if this thread flushes denormals; torch has no function to ask for this."""
+    """Return True if this thread flushes denormals: half of the smallest normal number is zero."""
     return sys.float_info.min * 0.5 == 0.0
 
 
@@ -234,11 +234,11 @@ def fading_log_sums(scores: Tensor, log_decay: Tensor) -> Tensor:
         return fading_log_sums_at_once(scores, log_decay)
     length = max(1, math.isqrt(tokens))
     out = F.pad(scores, (0, 0, 0, -tokens % length), value=-torch.inf)  # a copy
-    runs = torch.unflatten(out, 1, (-1, length))  # (B, R, T, H)
+    runs = torch.unflatten(out, 1, (-1, length))  # (B, runs, T, H), a view: results are in ``out``
     for before, sums in pairwise(runs.unbind(2)):  # token by token in all runs
         torch.logaddexp(before + log_decay, sums, out=sums)
     log_decays = torch.arange(1, length + 1, device=scores.device)[:, None] * log_decay  # (T, H)
-    for before, sums in pairwise(runs.unbind(1)):  # run by run
+    for before, sums in pairwise(runs.unbind(1)):  # run by run: add the last sum of the run before
         torch.logaddexp(before[:, -1:] + log_decays, sums, out=sums)
     return out[:, :tokens]
 

@@ -91,11 +91,12 @@ def attend(
         return torch.unflatten(x, 1, (-1, length)).permute(0, 4, 1, 2, 3, 5).contiguous()
 
     decay = log_decay.exp()
-    q, k, v, decay = map(cut, (query, key, values, F.hardshrink(decay, _tiny(decay))[:, :, None]))
-    weighed = k if bonus is None else bonus[:, None, None, None] * k
-    own = (q[..., :, None, :] * weighed[..., None, :, :]).sum(-1)
-    within, reads, writes, total = _join_runs(decay, q, k, own, before_own=bonus is not None)
-    v = v.flatten(3, 4)
+    decay = F.hardshrink(decay, _tiny(decay))  # tiny decays become zero
+    q, k, v, decay = map(cut, (query, key, values, decay[:, :, None]))
+    own_keys = k if bonus is None else bonus[:, None, None, None] * k
+    diagonal = (q[..., :, None, :] * own_keys[..., None, :, :]).sum(-1)  # (B, H, C, T, R, W)
+    within, reads, writes, total = _join_runs(decay, q, k, diagonal, before_own=bonus is not None)
+    v = v.flatten(3, 4)  # (B, H, C, T W, P)
     terms, carries = writes.mT @ v, total.mT  # (B, H, C, N, P), (B, H, C, N or 1, 1)
     state, states = torch.zeros_like(terms[:, :, 0]), []
     for carry, term in zip(carries.unbind(2), terms.unbind(2), strict=True):
@@ -112,7 +113,9 @@ def _join_runs(
     """Return the matrix M of each run of T tokens, and the run's decayed queries and keys.
 
     For j < i, M[i, j] = query[i] . (product of decay[t] over j < t <= i, or over j < t < i if
-    ``before_own``) key[j].  Runs of 1, 2, 4, ... tokens are joined in pairs; T is a power of two.
+    ``before_own``) key[j].  Each token has R queries and W keys.  T is a power of two.  Runs of 1,
+    2, 4, ... tokens are joined in pairs: dimension -3 is first the tokens, then the runs, whose
+    number halves each round until one run is left.
 
     Args:
         decay: decays of each token (..., T, 1, N or 1), at most 1.
@@ -126,14 +129,18 @@ def _join_runs(
         writes, the keys times all later decays (..., T W, N); and the products of all decays
         (..., 1, N or 1).
     """
-    within, reads, writes, total = diagonal, query if before_own else query * decay, key, decay
-    while total.shape[-3] > 1:  # runs
-        within0, within1 = _halves(within)
-        across, reads, writes, total = _JoinedRuns.apply(  # type: ignore[no-untyped-call]
+    # each token is a run
+    within = diagonal
+    reads = query if before_own else query * decay
+    writes, total = key, decay
+    while total.shape[-3] > 1:
+        first_block, second_block = _halves(within)
+        second_reads_first, reads, writes, total = _JoinNeighbors.apply(  # type: ignore[no-untyped-call]
             reads, writes, total
         )
-        above = torch.cat([within0, torch.zeros_like(within0)], -1)
-        within = torch.cat([above, torch.cat([across, within1], -1)], -2)
+        # the first run does not read the second, which is later
+        upper_rows = torch.cat([first_block, torch.zeros_like(first_block)], -1)
+        within = torch.cat([upper_rows, torch.cat([second_reads_first, second_block], -1)], -2)
     return within.squeeze(-3), reads.squeeze(-3), writes.squeeze(-3), total.squeeze(-3)
 
 
@@ -143,12 +150,12 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-class _JoinedRuns(torch.autograd.Function):
+class _JoinNeighbors(torch.autograd.Function):
     """Autograd function for one step of :func:`_join_runs`, which joins neighboring runs in pairs.
 
-    Returns the second runs' decayed queries times the first runs' decayed keys (..., runs / 2,
-    rows, columns), then the decayed queries, the decayed keys and the decays of the joined runs.
-    If decays are tiny, results and gradients below :func:`_tiny` are set to zero.
+    For each pair of runs 0 and 1 it returns reads1 writes0^T (..., runs / 2, rows, columns), then
+    the joined run's reads [reads0, total0 reads1], writes [total1 writes0, writes1] and total
+    total0 total1.  If decays are tiny, results and gradients below :func:`_tiny` are set to zero.
     """
 
     @staticmethod
@@ -166,14 +173,15 @@ class _JoinedRuns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        across, reads, writes, total = grads
+        of_block, of_reads, of_writes, up = grads  # up: of the joined run's total
         (_, reads1), (writes0, _), (total0, total1) = map(_halves, ctx.saved_tensors)
-        of_first_reads, of_second_reads = reads.chunk(2, -2)
-        of_first_writes, of_second_writes = writes.chunk(2, -2)
-        of_total0 = (of_second_reads * reads1).sum_to_size(total0.shape).addcmul_(total, total1)
-        of_total1 = (of_first_writes * writes0).sum_to_size(total1.shape).addcmul_(total, total0)
-        of_reads1 = _scaled(of_second_reads, total0, ctx.fades).add_(across @ writes0)
-        of_writes0 = _scaled(of_first_writes, total1, ctx.fades).add_(across.mT @ reads1)
+        # of_first_reads are also the gradients of reads0, and of_second_writes of writes1
+        of_first_reads, of_second_reads = of_reads.chunk(2, -2)
+        of_first_writes, of_second_writes = of_writes.chunk(2, -2)
+        of_total0 = (of_second_reads * reads1).sum_to_size(total0.shape).addcmul_(up, total1)
+        of_total1 = (of_first_writes * writes0).sum_to_size(total1.shape).addcmul_(up, total0)
+        of_reads1 = _scaled(of_second_reads, total0, ctx.fades).add_(of_block @ writes0)
+        of_writes0 = _scaled(of_first_writes, total1, ctx.fades).add_(of_block.mT @ reads1)
         pairs = (of_first_reads, of_reads1), (of_writes0, of_second_writes), (of_total0, of_total1)
         return tuple(torch.stack(pair, -3).flatten(-4, -3) for pair in pairs)
 

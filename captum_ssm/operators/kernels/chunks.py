@@ -63,12 +63,13 @@ class Chunk(NamedTuple):
     def transposed(self) -> Chunk:
         """Return the chunks of the adjoint, which runs from the last chunk to the first."""
         return Chunk(
-            self.tokens,
-            self.within.mT,
-            self.writes,
-            self.reads,
-            self.carry.mT if self.carry.shape[-1] > 1 else self.carry,
-            None if self.faded is None else self.faded[::-1],
+            tokens=self.tokens,
+            within=self.within.mT,
+            reads=self.writes,
+            writes=self.reads,
+            # a diagonal or a scalar is its own transpose
+            carry=self.carry.mT if self.carry.shape[-1] > 1 else self.carry,
+            faded=None if self.faded is None else self.faded[::-1],
         )
 
 
@@ -118,12 +119,12 @@ class ChunkSteps:
         self.state: Tensor | None = None
 
     def __call__(self, v: Tensor, part: slice, out: Tensor) -> None:
-        """Map values (..., B, T, H, P) of the tokens ``part``; write the outputs to ``out``."""
+        """Map values (..., B, T, H, P) of the tokens ``part``; write within v + reads S to out."""
         chunk = self.chunk_of(part, self.length)
         chunk = chunk.transposed() if self.transposed else chunk
         length, groups = chunk.within.shape[-1], chunk.writes.shape[1]
         x = _by_group(v.reshape(-1, *v.shape[-4:]), length, groups)  # (B, G, C, T, S, H / G, P)
-        out_by_group = _by_group(out.view(-1, *out.shape[-4:]), length, groups)
+        out_by_group = _by_group(out.view(-1, *out.shape[-4:]), length, groups)  # views ``out``
         reads_faded, writes_faded = (
             None if factor is None else _factors_by_group(factor, groups)
             for factor in chunk.faded or (None, None)
@@ -137,10 +138,10 @@ class ChunkSteps:
             torch.addcmul(from_chunk, reads_faded, from_states, out=out_by_group)
 
     def _states_before(self, chunk: Chunk, x: Tensor) -> Tensor:
-        """Return the state before each chunk (B, G, C, N, S, H / G, P), from the values ``x``."""
+        """Return the state before each chunk (B, G, C, N, S, H / G, P); store the last state."""
         written = torch.unflatten(matmul(chunk.writes.mT, x.flatten(-3)), -1, x.shape[4:])
         carry = chunk.carry
-        if carry.shape[-1] == 1:
+        if carry.shape[-1] == 1:  # otherwise a matrix
             carry = _factors_by_group(carry, chunk.writes.shape[1])
         before, self.state = _run_over_chunks(written, carry, self.state, self.transposed)
         return before
@@ -206,6 +207,7 @@ def _run_over_chunks(
     for c in order:
         factor, term = steps[c]
         states[c] = torch.zeros_like(term) if state is None else state
+        # ``term`` becomes the state after the chunk, in place; a zero state adds nothing
         if state is not None and carry.dim() == 5:  # matrices
             term += matmul(factor, state.flatten(-3)).view(state.shape)
         elif state is not None:

@@ -66,8 +66,8 @@ def run(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: b
     b, c = by_vector(b, stack), by_vector(c, stack)
     key, read = (c, b) if transposed else (b, c)
     states = power_of_two(a.shape[1])
-    block = min(_COLUMNS // states, power_of_two(heads))
-    with device_of(x):
+    block = min(_COLUMNS // states, power_of_two(heads))  # channels per program
+    with device_of(x):  # the index is the grid of programs
         compiled()[(-(-heads // block), stack * batch)](
             *(dt, a, key, read, x, out),
             *(batch, tokens, heads, a.shape[1], heads // b.shape[3]),
@@ -119,8 +119,9 @@ def states_between_runs(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor) 
     """
     block, blocks = blocks_of(x.shape[3] // b.shape[3], a.shape[1])
     runs = -(-x.shape[2] // _PULLED_TOKENS)
-    columns = block * power_of_two(a.shape[1])
+    columns = block * power_of_two(a.shape[1])  # Triton's tiles have powers of two
     states = dt.new_empty(b.shape[3] * blocks, x.shape[0] * x.shape[1], runs, columns)
+    # x and states also take the places of the arguments that are not used without BACK
     _launch((dt, a, b, c, x, x, states, x, states, states), back=False)
     return states
 
@@ -191,11 +192,14 @@ def compiled_gradients() -> Any:
 
 
 def jitted(kernel: Any) -> Any:
-    """Wrap a kernel for Triton; set ``tl`` and ``composed`` in the kernel's module for it."""
-    triton, names = import_module("triton"), kernel.__globals__
-    names["tl"] = import_module("triton.language")
-    if inspect.isfunction(names["composed"]):  # not yet wrapped for a different kernel
-        names["composed"] = triton.jit(names["composed"])
+    """Wrap a kernel for Triton, which is optional and imported only here.
+
+    A kernel looks up ``tl`` and ``composed`` as globals of its module, so these are set first.
+    """
+    triton, module_globals = import_module("triton"), kernel.__globals__
+    module_globals["tl"] = import_module("triton.language")
+    if inspect.isfunction(module_globals["composed"]):  # not yet wrapped for a different kernel
+        module_globals["composed"] = triton.jit(module_globals["composed"])
     return triton.jit(kernel)
 
 
@@ -230,6 +234,9 @@ def _scan(  # type: ignore[no-untyped-def]
     The states are h[t] = exp(dt[t] a) h[t-1] + dt[t] key[t] x[t].  A column is a pair of channel
     and state index.  The adjoint runs from the last token to the first; its step t uses the decay
     of token t + 1, and dt[t] multiplies out[t] instead of x[t].
+
+    Arguments such as ``key_l`` are the strides of a tensor's dimensions, named as in the module's
+    docstring (s, b, l, h, g, n).  A group has ``per_group`` heads.
     """
     first, row = tl.program_id(0) * BLOCK, tl.program_id(1).to(tl.int64)
     vector, example = row // batch, row % batch
@@ -286,7 +293,7 @@ def _pull(  # type: ignore[no-untyped-def]
     are not used.  With BACK, states are recomputed from ``kept``: ``h`` is first the state after
     the previous token, so nothing is divided by a decay.  ``of_h`` is the gradient of the states.
     ``of_shared`` receives the gradients of B (``of_key``), then of C (``of_read``).  Each column is
-    a pair of a channel and a state index.
+    a pair of a channel and a state index.  Strides are as in :func:`_scan`.
     """
     group, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     row = tl.program_id(1).to(tl.int64)

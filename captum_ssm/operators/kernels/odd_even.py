@@ -51,9 +51,10 @@ class FadingSteps:
         if x is not out:
             out.copy_(x)
         if self._state is not None:
+            # into the token that is computed first
             token = part.stop if self.transposed else part.start
-            arriving = self.decays(slice(token, token + 1))
-            self._every_second(out, 0, 1).addcmul_(arriving, self._state)
+            decay = self.decays(slice(token, token + 1))
+            self._every_second(out, 0, 1).addcmul_(decay, self._state)
         self._run(out, self.decays(slice(part.start + 1, part.stop)))
         self._state = self._every_second(out, out.shape[2] - 1, 1).clone()
 
@@ -72,14 +73,15 @@ class FadingSteps:
             vectors, decays, sign = y.unbind(-2), decay.unbind(-2), -1 if self.transposed else 1
             pairs = list(zip(vectors, decays, vectors[1:], strict=False))
             for first, factor, second in pairs[::sign]:
-                before, after = (first, second)[::sign]
+                before, after = (first, second)[::sign]  # in the order of computation
                 after.addcmul_(factor, before)
             return
         take, odd, even = self._every_second, tokens // 2, (tokens - 1) // 2  # 1, 3, ...; 2, 4, ...
-        ends = take(y, 1, odd)
-        ends.addcmul_(take(decay, 0, odd), take(y, 0, odd))
+        pair_ends = take(y, 1, odd)  # tokens 1, 3, ...; each step between them is two steps
+        pair_ends.addcmul_(take(decay, 0, odd), take(y, 0, odd))
         joined = self._scratch(tokens, decay.shape[0], odd - 1, decay.shape[2])
-        self._run(ends, torch.mul(take(decay, 1, odd - 1), take(decay, 2, odd - 1), out=joined))
+        pair_decays = torch.mul(take(decay, 1, odd - 1), take(decay, 2, odd - 1), out=joined)
+        self._run(pair_ends, pair_decays)
         take(y, 2, even).addcmul_(take(decay, 1, even), take(y, 1, even))
 
     def _every_second(self, x: Tensor, first: int, count: int) -> Tensor:

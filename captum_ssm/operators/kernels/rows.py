@@ -55,7 +55,7 @@ class Strip(NamedTuple):
         if self.columns and columns:  # an empty range may begin anywhere
             first = min(self.columns.start, columns.start)
             columns = range(first, max(self.columns.stop, columns.stop))
-        columns = columns or self.columns
+        columns = columns or self.columns  # an empty range asks for no column
         if (rows, columns) == (self.rows, self.columns):
             return self
         size = *self.entries.shape[:-2], len(rows), len(columns)
@@ -116,8 +116,9 @@ _STACK_ELEMENTS_LAUNCHED = 2**26
 
 def per_example(positions: Positions, batch: int, tokens: int, device: torch.device) -> Tensor:
     """Return positions as token indices (B, Q); negative positions count from the end."""
-    device_of = positions.device if isinstance(positions, Tensor) else "cpu"
-    index = torch.as_tensor(positions, device=device_of)
+    # lists are checked on the CPU, which needs no reading from a GPU
+    index_device = positions.device if isinstance(positions, Tensor) else "cpu"
+    index = torch.as_tensor(positions, device=index_device)
     index = index.expand(batch, -1) if index.dim() == 1 else index
     if not index.numel() or not holds(((index >= -tokens) & (index < tokens)).all()):
         accepted = f"positions must lie in [{-tokens}, {tokens})"

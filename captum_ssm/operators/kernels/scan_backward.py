@@ -60,6 +60,7 @@ def selective_scan(
         delta_bias: bias to add to dt (D,). Default: None.
         delta_softplus: whether to apply a softplus to dt. Default: False.
         return_last_state: whether to also return the last state (B, D, N). Default: False.
+        **_: options of the replaced functions that choose an algorithm, such as ``use_mambapy``.
     """
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     # time first, (L, B, D) and (L, B, N)
@@ -133,6 +134,7 @@ class _Scan(torch.autograd.Function):
             out = chunks.outputs(starts)
             gated = out if inputs.z is None else chunks.gated(out, into=torch.empty_like(out))
         ctx.softplus = inputs.softplus
+        # the tensors; the outputs before the gate, which the gate's gradient needs; states
         ctx.save_for_backward(*inputs[:-1], None if inputs.z is None else out, *starts)
         return gated, chunks.last()
 
@@ -152,7 +154,7 @@ class _Scan(torch.autograd.Function):
         grad_B, grad_C = (t.new_empty(t.shape) for t in (B, C))
         grad_A, grad_D, grad_bias = (
             torch.zeros_like(t) if ctx.needs_input_grad[i] else None
-            for i, t in ((0, A), (5, D), (6, bias))
+            for i, t in ((0, A), (5, D), (6, bias))  # places in _ScanInputs
         )
         grad_z = torch.empty_like(z) if ctx.needs_input_grad[7] else None
         memory = torch.empty_like(chunks.states[1:])
@@ -172,10 +174,11 @@ class _Scan(torch.autograd.Function):
             torch.mul(C[part, :, :, None], of_out[:, :, None], out=of_states)
             passed = passed_memory[: len(decays)]
             tensors = chunks.stacked(of_states), decays[:, None], passed
+            # from the last token to the first; ``target`` receives the part that is carried on
             for of_state, decay, target in zip(*(x.unbind()[::-1] for x in tensors), strict=True):
                 of_state.add_(carried)
                 carried = torch.mul(of_state, decay, out=target)
-            carried = carried.clone()
+            carried = carried.clone()  # the next chunk overwrites ``passed``
             _times_columns(of_states, written, into=grad_B[part])
             of_written = _times_rows(keys, of_states, into=torch.empty_like(written))
             of_x = chunks.stacked(of_written).mul(steps[:, None]).flatten(1, 2)
@@ -188,7 +191,7 @@ class _Scan(torch.autograd.Function):
             exponent = passed.mul_(chunks.stacked(states[:-1]))
             exponent = exponent[:, 0] if no_stack else exponent.sum(1)
             if grad_A is not None:
-                by_rate = of_states[:, : exponent.shape[1]]
+                by_rate = of_states[:, : exponent.shape[1]]  # memory that is no longer needed
                 grad_A += torch.mul(exponent, steps[:, :, None], out=by_rate).sum((0, 1))
             of_dt = exponent.mul_(A).sum(2) + chunks.stacked(of_written * values).sum(1)
             if scan.softplus:
@@ -225,7 +228,7 @@ class _Chunks:
     def run(self, part: slice, start: Tensor) -> tuple[Tensor, Tensor]:
         """Run one chunk; return the decays, and the states including the state before the chunk.
 
-        The next run overwrites these tensors.
+        h[t] = exp(dt[t] A) h[t-1] + B[t] (dt[t] x[t]).  The next run overwrites these tensors.
 
         Args:
             part: slice of the chunk's tokens.
@@ -285,7 +288,7 @@ def _gate_backward(grad: Tensor, out: Tensor, z: Tensor) -> tuple[Tensor, Tensor
     """Return the gradients of ``out`` and ``z``, given the gradient of out * silu(z)."""
     sigmoid = z.sigmoid()
     gate = sigmoid * z
-    slope = torch.addcmul(sigmoid, gate, 1 - sigmoid)
+    slope = torch.addcmul(sigmoid, gate, 1 - sigmoid)  # the derivative of z sigmoid(z)
     return gate.mul_(grad), slope.mul_(grad).mul_(out)
 
 
@@ -308,7 +311,7 @@ def time_first(x: Tensor) -> Tensor:
 
     torch copies a strided tensor element by element, which takes five times as long.
     """
-    if x.stride(0) != 1 or not x.numel():
+    if x.stride(0) != 1 or not x.numel():  # tokens are not contiguous: a plain copy is fast
         return x.contiguous()
     out = x.new_empty(x.shape)
     for example, out_of_example in zip(x.unbind(1), out.unbind(1), strict=True):

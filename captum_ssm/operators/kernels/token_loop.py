@@ -61,6 +61,7 @@ class ScanSteps:
         # fresh memory for every few tokens would cost as much as the arithmetic
         self.decays = self.dt.new_empty(longest, batch, *self.rate.shape)
         self.states = self.dt.new_empty(longest, stack, batch, *self.rate.shape)
+        # views of each token, made only once
         self.decay_by_step, self.state_by_step = self.decays[:, None].unbind(), self.states.unbind()
         self.carried = torch.zeros_like(self.states[0])
         self._scratch = Scratch(self.dt)
@@ -79,7 +80,7 @@ class ScanSteps:
         keys, reads = (self._time_first(y, part) for y in (self.key, self.read))
         if not self.transposed:
             x = torch.mul(x, dt, out=self._scratch("written", *x.shape))
-        values, keys = x[..., None, :], keys.mT
+        values, keys = x[..., None, :], keys.mT  # (T, S, B, 1, H), (T, 1, B, N, 1 or H)
         # the adjoint's state decays by the step of the token after
         shift = 1 if self.transposed else 0
         dt_of_decays = self.dt[part.start + shift : part.stop + shift]
@@ -103,7 +104,7 @@ class ScanSteps:
         count, state = len(values), self.carried
         order = slice(count - 1, None, -1) if self.transposed else slice(count)
         steps = zip(self.decay_by_step[order], self.state_by_step[order], strict=True)
-        if values.stride(-1) == 0 and keys.shape[-1] == 1:  # the same for all channels
+        if values.stride(-1) == 0 and keys.shape[-1] == 1:  # the same for all channels: expanded
             written = (values[..., :1] * keys).unbind()
             for (decay, out), term in zip(steps, written[order], strict=True):
                 state = torch.addcmul(term, decay, state, out=out)

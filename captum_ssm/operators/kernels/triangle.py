@@ -92,7 +92,7 @@ def tiles_of(chunk_of: ChunkOf, rows: range, batch_heads: int) -> Iterator[Subma
         batch_heads: number of heads per token, over all examples: B * H.
     """
 
-    def chunks_backwards(tokens: range) -> Iterator[Chunk]:
+    def chunks_backwards(tokens: range) -> Iterator[Chunk]:  # last first, with factors per head
         for part in reversed(list(runs_of_chunks(tokens, CHUNK, batch_heads))):
             yield expand_groups(chunk_of(part, CHUNK))
 
@@ -102,9 +102,9 @@ def tiles_of(chunk_of: ChunkOf, rows: range, batch_heads: int) -> Iterator[Subma
 
 
 def _as_one_chunk(chunk: Chunk) -> Earlier:
-    """Join chunks to one, whose writes refer to the last chunk's end; they are overwritten."""
+    """Join chunks to one: multiply each one's writes, in place, by the carries of later ones."""
     writes, carries = chunk.writes.unbind(2), chunk.carry.unbind(2)
-    carry = carries[-1]
+    carry = carries[-1]  # of the chunks after, composed
     for written, own in zip(writes[-2::-1], carries[-2::-1], strict=True):
         _times_carry(written, carry if carry.shape[-1] == 1 else carry.mT)
         carry = _compose(carry, own)
@@ -267,6 +267,7 @@ def decay_tiles(decay: Tensor, rows: range) -> Iterator[Submatrix]:
     """
 
     def chunk(part: slice, length: int) -> Chunk:
+        """Return chunks with queries and keys of one channel, all 1, times the decays."""
         # in_chunks expects a last dimension
         products = Decays(in_chunks(decay[:, part, :, None], length).squeeze(-1))
         return Chunk(
@@ -319,7 +320,7 @@ def sums_over_groups(
         else:
             row_factors = channels(row_factors, tile.reads)
         for total, right in zip(out, rights, strict=True):
-            if tile.writes is None:
+            if tile.writes is None:  # ``reads`` is the matrix of decays
                 products = (row_factors @ right[:, columns].permute(0, 2, 3, 1)).mul_(tile.reads)
                 sums = torch.unflatten(products, 1, (groups, -1)).sum(2)
             else:
@@ -425,6 +426,7 @@ def semiseparable_strip(
     for block in blocks:
         u = block.rows()
         if out is None:
+            # column j of the result is column j + lags[-1] here
             out = u.new_zeros(batch, len(rows), rows.stop + reach)
         read_from = max(0, rows.start - reach)
         read_tokens = slice(read_from, rows.stop)
@@ -438,6 +440,7 @@ def semiseparable_strip(
             out.diagonal(diagonal, 1, 2)[:] += (u * column).sum(-1)
         chunks = _chunks_of_rows(decay, u, columns[-1], rows.start)
         horizon = math.inf
+        # for few rows on a GPU, reading it would take longer than the tiles that it saves
         if len(rows) > 2 * _CHUNK and (len(rows) >= _LONG or not are_noted(decay)):
             horizon = _horizon(chunks[0].carry, _CHUNK)
         earlier = block.chunks_before(rows.start, reach) if rows.start else None
@@ -470,10 +473,10 @@ def _decays_after(decay: Tensor) -> Tensor:
     tokens = decay.shape[1]
     runs = torch.unflatten(F.pad(decay, (0, 0, 0, -tokens % _RUN), value=1.0), 1, (-1, _RUN))
     out = torch.empty_like(runs)
-    out[:, :, -1] = 1
+    out[:, :, -1] = 1  # no decay after the last token
     for i in range(_RUN - 1, 0, -1):
         torch.mul(out[:, :, i], runs[:, :, i], out=out[:, :, i - 1])
-    later = runs[:, -1, 0] * out[:, -1, 0]
+    later = runs[:, -1, 0] * out[:, -1, 0]  # all decays of the runs after
     for i in range(runs.shape[1] - 2, -1, -1):
         total = out[:, i, 0] * runs[:, i, 0]
         out[:, i] *= later[:, None]
@@ -489,9 +492,9 @@ def _horizon(totals: Tensor, span: int) -> float:
         span: number of tokens.
     """
     largest = float(totals.amax())
-    if largest >= 1:
+    if largest >= 1:  # some state does not decay
         return math.inf
-    if largest <= 0:
+    if largest <= 0:  # no logarithm
         return span
     return span * math.ceil(math.log(negligible_decay(totals.dtype)) / math.log(largest))
 

@@ -99,7 +99,7 @@ def read_once(key: Hashable, read: Callable[[], T], of: Tensor | None = None) ->
     if _noted.get() is None or (of is not None and not are_noted(of)):
         return read()
     if of is not None:
-        # an operation in place raises the version; inference tensors have none
+        # an operation in place raises the version, so the key changes; inference tensors have none
         version = 0 if of.is_inference() else of._version
         key = key, of.data_ptr(), version, of.shape, of.stride()
     results = _already_read.get()
@@ -117,17 +117,17 @@ def nonzero_range(weights: Tensor) -> range:
     none will (a noted check); otherwise they return all tokens.
     """
     tokens = weights.shape[-1]
-    # where the ranges of this query ended that were read so far; read_once returns the same list
+    # ends of the ranges already returned for this query; read_once returns the same list each time
     ends: list[int] = read_once(("reached", tokens), list) if are_noted(weights) else []
-    query = _already_read.get({}).pop(("queried", tokens), None) if are_noted(weights) else None
-    if query is not None:  # the first weights of a query, whose tokens the CPU knows
-        tokens_read: range = query[0]
+    known = _already_read.get({}).pop(("queried", tokens), None) if are_noted(weights) else None
+    if known is not None:  # the first weights of a query that begin_query stored
+        tokens_read: range = known[0]
         ends.append(tokens_read.stop)
         return tokens_read
     nonzero = weights.ne(0).reshape(-1, tokens).any(0)
     if ends and ("later", tokens) in _already_read.get({}):  # read by looks_ahead
         return range(tokens if looks_ahead(nonzero, ends[0]) else ends[0])
-    if len(ends) < _LOOKS:
+    if len(ends) < _LOOKS:  # on a CPU always
         flags = nonzero.tolist()
         tokens_read = (
             range(flags.index(True), tokens - flags[::-1].index(True)) if any(flags) else range(0)
@@ -166,7 +166,7 @@ def begin_query(tokens: int, query: range | None) -> None:
     for key in [x for x in results if isinstance(x, tuple) and x[0] in ("reached", "queried")]:
         del results[key]
     if query is not None and _noted.get() is not None:
-        results[("queried", tokens)] = query, None
+        results[("queried", tokens)] = query, None  # a result and no tensor, as read_once stores
 
 
 def at_most(value: Tensor, limit: float) -> bool:
@@ -251,7 +251,7 @@ def largest(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _all_hold(noted: list[_Noted | Tensor]) -> bool:
-    """Read all noted checks, waiting for each GPU once; return True if all hold."""
+    """Return True if all noted checks hold, after waiting for each GPU once."""
     checks: list[_Noted] = []
     small_tensors: dict[torch.device, list[Tensor]] = {}  # to be checked for finite entries
     for check in noted:
@@ -261,21 +261,29 @@ def _all_hold(noted: list[_Noted | Tensor]) -> bool:
             checks.append(check)
     for tensors in small_tensors.values():
         sizes = largest(x for x in tensors if x.numel() and x.is_floating_point())
+        # false for infinite sizes and NaN
         checks += [_Noted(size, torch.finfo(size.dtype).max) for size in sizes]
-    # a tensor that several checks share is read once
-    by_device: dict[torch.device, dict[torch.dtype, dict[int, Tensor]]] = {}
-    for x in (x for check in checks for x in check.tensors):
-        by_device.setdefault(x.device, {}).setdefault(x.dtype, {})[id(x)] = x
-    value_by_id: dict[int, float] = {}
-    with unseen():
-        for by_dtype in by_device.values():
-            parts = [torch.stack(list(same_dtype.values())) for same_dtype in by_dtype.values()]
-            values = torch.cat([part.float() for part in parts]).tolist()
-            keys = (key for same_dtype in by_dtype.values() for key in same_dtype)
-            value_by_id.update(zip(keys, values, strict=True))
+    value_by_id = _read_values(x for check in checks for x in check.tensors)
 
     def holds_now(check: _Noted) -> bool:
+        """Compare the check's value, now on the CPU, with its limit."""
         value, *size = (value_by_id[id(x)] for x in check.tensors)
         return value <= (check.limit * size[0] if size else check.limit)
 
     return all(map(holds_now, checks))
+
+
+def _read_values(scalars: Iterable[Tensor]) -> dict[int, float]:
+    """Return the values of tensors of one element, by ``id``, with one copy for each device."""
+    # keyed by id, so that a tensor that several checks share is read once; one stack per dtype
+    by_device: dict[torch.device, dict[torch.dtype, dict[int, Tensor]]] = {}
+    for x in scalars:
+        by_device.setdefault(x.device, {}).setdefault(x.dtype, {})[id(x)] = x
+    value_by_id: dict[int, float] = {}
+    with unseen():
+        for by_dtype in by_device.values():
+            stacks = [torch.stack(list(same_dtype.values())) for same_dtype in by_dtype.values()]
+            values = torch.cat([stack.float() for stack in stacks]).tolist()
+            ids = (key for same_dtype in by_dtype.values() for key in same_dtype)
+            value_by_id.update(zip(ids, values, strict=True))
+    return value_by_id

@@ -46,6 +46,9 @@ def delta_chunk(
 ) -> Chunk:
     """Return the chunks of a delta rule, after solving their triangular systems.
 
+    With E and E' as above, w = inverse (v - e . S), and y = (Q F^T . E) w + q . S if k is f; the
+    code names these products ``q_gram`` = tril(Q F^T . E) and ``e_gram`` = e F^T . E'.
+
     Args:
         tokens: slice of the tokens of all chunks.
         query: q (B, H, C, T, N).
@@ -65,7 +68,8 @@ def delta_chunk(
         q_since, e_since, total = query, erase, key.new_ones(1, 1, 1, 1, 1)
     elif log_decay.shape[-1] > 1:
         # e reads the state before a token's decay, like a query of the token before
-        rows, by_column = [query, erase if decayed else F.pad(erase, (0, 0, -1, 1))], []
+        by_column = []
+        rows = [query, erase if decayed else F.pad(erase, (0, 0, -1, 1))]
         for x in columns:
             (q_gram, e_gram), (q_since, e_since), until, total = decayed_by_logs(log_decay, rows, x)
             by_column.append((q_gram, e_gram if decayed else _next_row(e_gram), until))
@@ -121,7 +125,9 @@ def unit_lower_inverse(x: Tensor) -> Tensor:
         return inverse
     out = torch.zeros_like(x)
     first, second = slice(half), slice(half, None)
-    above, below = unit_lower_inverse(torch.stack([x[..., s, s] for s in (first, second)])).unbind()
-    out[..., first, first], out[..., second, second] = above, below
-    out[..., second, first] = (below @ x[..., second, first] @ above).neg_()
+    # the inverse of [[a, 0], [c, b]] is [[a', 0], [-b' c a', b']], with the inverses a' and b'
+    blocks = torch.stack([x[..., s, s] for s in (first, second)])
+    a_inverse, b_inverse = unit_lower_inverse(blocks).unbind()
+    out[..., first, first], out[..., second, second] = a_inverse, b_inverse
+    out[..., second, first] = (b_inverse @ x[..., second, first] @ a_inverse).neg_()
     return out

@@ -115,10 +115,10 @@ def decayed_by_logs(log_decay: Tensor, rows: Sequence[Tensor], columns: Tensor) 
         return decayed_grams(exponential(log_decay), [x.clone() for x in rows], columns.clone())
     decay = Decays(exponential(log_decay).squeeze(-1))
     return Decayed(
-        [(x @ columns.mT).tril_().mul_(decay.between) for x in rows],
-        [x * decay.since for x in rows],
-        columns * decay.until,
-        decay.total,
+        grams=[(x @ columns.mT).tril_().mul_(decay.between) for x in rows],
+        reads=[x * decay.since for x in rows],
+        writes=columns * decay.until,
+        total=decay.total,
     )
 
 
@@ -148,21 +148,22 @@ def decayed_grams(decay: Tensor, rows: Sequence[Tensor], columns: Tensor) -> Dec
         within, reads, writes, total = _join_pairs(within, reads, writes, total)
 
     def unpadded(x: Tensor) -> Tensor:
+        """Drop the padding of ``x`` (runs, padded tokens, ...), and restore leading dimensions."""
         return torch.unflatten(x[:, :tokens], 0, lead)
 
     grams = within.view(-1, padded, count, padded)[..., :tokens]
     return Decayed(
-        [unpadded(gram) for gram in grams.unbind(2)],
-        [unpadded(read) for read in reads.view(-1, padded, count, width).unbind(2)],
-        unpadded(writes),
-        total.view(*lead, 1, width),
+        grams=[unpadded(gram) for gram in grams.unbind(2)],
+        reads=[unpadded(read) for read in reads.view(-1, padded, count, width).unbind(2)],
+        writes=unpadded(writes),
+        total=total.view(*lead, 1, width),
     )
 
 
 def _join_pairs(
     within: Tensor, reads: Tensor, writes: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Join neighboring runs in pairs.
+    """Join neighboring runs in pairs; return the same four tensors of the joined runs.
 
     Args:
         within: matrices M of the runs (runs, T R, T).

@@ -105,10 +105,11 @@ class FadingRecurrence(Recurrent):
     few_rows = 4
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
+        """Compute all lags of the band together, or one by one if they span many."""
         lags = lags_of(band)
         if len(lags) > TREE_LAGS:
 
-            def strip_for(right: Tensor) -> Strip:
+            def strip_for(right: Tensor) -> Strip:  # rows of diag(left) . self . diag(right)
                 return self.entries(left, {0: right}, rows, by_head)
 
             return sum_of_lags(strip_for, band, rows, self.shape.tokens)
@@ -133,7 +134,9 @@ class ChunkedHeads(Recurrent, HeadOperator):
     few_rows = 4
 
     def chunk(self, part: slice, length: int) -> Chunk:
-        """Return the chunks of neighboring tokens.
+        """Return the recurrence's factors over the tokens ``part``, cut into chunks.
+
+        A subclass computes all fields of :class:`.Chunk` from its coefficients.
 
         Args:
             part: slice of the tokens: several whole chunks, or one shorter chunk.
@@ -147,8 +150,9 @@ class ChunkedHeads(Recurrent, HeadOperator):
         return assemble(self._tiles(range(tokens)), out)
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
-        # One pass over the chunks serves all lags; the base class takes one pass for each, but maps
-        # one channel of a head if the factors are common to all.
+        """Compute the rows, for all lags in one pass over the chunks if that is faster."""
+        # the base class takes one pass for each lag, but maps only one channel of a head if the
+        # factors are common to all channels
         common = (per_head_factors(left, x, self.shape) is not None for x in band.values())
         if by_head or len(band) == 1 or any(common):
             return super().entries(left, band, rows, by_head)
@@ -164,7 +168,7 @@ class ChunkedHeads(Recurrent, HeadOperator):
         factors = [x.transpose(1, 2)[..., None] for x in (left, right)]  # (B, H, L, 1)
         out = self._zeros(self.shape.batch, len(rows), rows.stop)
 
-        def chunk(part: slice, length: int) -> Chunk:
+        def chunk(part: slice, length: int) -> Chunk:  # of diag(left) . self . diag(right)
             return weigh(expand_groups(self.chunk(part, length)), *factors)
 
         return sum_over_heads(tiles_of(chunk, rows, self.shape.batch * self.shape.heads), out)

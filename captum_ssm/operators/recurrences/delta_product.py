@@ -70,11 +70,13 @@ class DeltaProduct(Coefficients):
         self.shape = Shape(batch, tokens, heads, per_head)
 
     def select(self, heads: Sequence[int]) -> Operator:
-        chosen = list(heads)
-        key, beta = self.key[..., chosen, :], self.beta[..., chosen]
-        return self._selected(heads, key=key, beta=beta, writes=[self.writes[h] for h in chosen])
+        """Restrict the operator to some heads, which here are not always the third dimension."""
+        head_list = list(heads)
+        key, beta = self.key[..., head_list, :], self.beta[..., head_list]
+        return self._selected(heads, key=key, beta=beta, writes=[self.writes[h] for h in head_list])
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Differentiate the delta rule over all steps, and map its gradients to tokens."""
         steps, of_outputs = self._to_steps(values), self._at_last_step(gradient)
         of_values, of_steps = self._unrolled.backward(steps, of_outputs)
         by_token = {name: self._by_token(x, 1) for name, x in of_steps.items()}
@@ -142,7 +144,7 @@ class DeltaProduct(Coefficients):
         tokens, left = self.shape.tokens, self._at_last_step(left.expand(self.shape))
         steps = range(rows.start * self.steps, rows.stop * self.steps)
 
-        def strip_for(right: Tensor) -> Strip:
+        def strip_for(right: Tensor) -> Strip:  # rows of diag(left) . self . diag(right)
             written = {0: self._to_steps(right.expand(self.shape))}
             strip = self._unrolled.entries(left, written, steps, by_head)
             entries = self._reduce_to_tokens(strip.full(tokens * self.steps), len(rows))

@@ -134,6 +134,7 @@ class DeltaRule(ChunkedHeads):
     # --- its dependence on its coefficients ------------------------------------------------
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the gradients of linear attention over the writes k v and -f (e . S)."""
         # without a separate e, k reads the state after its decay
         reads_decayed = self.erase is None and self.log_decay is not None
         decays = self._decays() if reads_decayed else None
@@ -147,8 +148,9 @@ class DeltaRule(ChunkedHeads):
         else:
             # f in the place of k: the gradients of the values that would be added along f
             along_subtract = DeltaRule(
-                self.query, subtract, torch.ones_like(self.beta), self.log_decay,
-                self.shape.per_head, None, erase, self.erase_step,
+                query=self.query, key=subtract, beta=torch.ones_like(self.beta),
+                log_decay=self.log_decay, per_head=self.shape.per_head, component=None,
+                erase=erase, erase_step=self.erase_step,
             )  # fmt: skip
             of_subtract_values = along_subtract.transpose(gradient)
             writes = [(key, values), (subtract, -readings)]
@@ -171,7 +173,7 @@ class DeltaRule(ChunkedHeads):
             of_erase = of_erase + of_subtract[0] * self.erase_step
         if self.erase is not None:
             by_name["erase"] = of_erase
-        elif decays is None:
+        elif decays is None:  # e = k
             by_name["key"] += of_erase
         else:
             by_name["key"].addcmul_(of_erase, decays)
@@ -197,6 +199,8 @@ class DeltaRule(ChunkedHeads):
     # --- reads, writes, carry --------------------------------------------------------------
 
     def chunk(self, part: slice, length: int) -> Chunk:
+        """Return the chunks of the tokens ``part``, from :func:`.delta_chunk`."""
+
         def cut(x: Tensor) -> Tensor:
             return in_chunks(x[:, part], length)
 

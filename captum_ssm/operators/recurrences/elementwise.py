@@ -67,6 +67,7 @@ class ElementwiseRecurrence(FadingRecurrence):
     # --- the map and its adjoint -----------------------------------------------------------
 
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
+        """Return alpha x, or alpha-transposed x, for ``x`` (..., B, L, H, 1), part by part."""
         out = x.new_empty(x.shape[:-4].numel(), *self.shape[:3])
         steps = FadingSteps(lambda part: self.decay[:, part], self.decay, transposed)
         size = self.shape.tokens if x.is_cuda else _TOKENS  # fewer launches
@@ -77,18 +78,21 @@ class ElementwiseRecurrence(FadingRecurrence):
     # --- its matrices ----------------------------------------------------------------------
 
     def _strip_by_head(self, left: Tensor, band: Band, rows: range) -> Strip:
+        """Return rows of each head's matrix, times row factors and each lag's column factors."""
         part, tokens = slice(rows.start, rows.stop), self.shape.tokens
         row = left.expand(self.shape)[:, part].transpose(1, 2)
         matrices = decay_matrices(self.decay)[:, :, part].mul_(row)  # (B, H, R, L)
 
-        def strip_for(right: Tensor) -> Strip:
+        def strip_for(right: Tensor) -> Strip:  # rows of diag(left) . self . diag(right)
             column = right.expand(self.shape).transpose(1, 2).mT
+            # the last use of the matrices may overwrite them
             out = matrices if len(band) == 1 else torch.empty_like(matrices)
             return Strip(torch.mul(matrices, column, out=out), rows, range(tokens))
 
         return sum_of_lags(strip_for, band, rows, tokens)
 
     def _blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[Block]:
+        """Yield blocks of channels; lags between the band's lags get zeros as factors."""
         row_factors = left.expand(self.shape)[:, rows.start : rows.stop, :, 0]
         zero = self._zeros(1, 1, 1, 1)
         factors = [band.get(lag, zero).expand(self.shape)[..., 0] for lag in lags_of(band)]
@@ -140,13 +144,17 @@ class WKV(Sum):
 
 
 def _wkv_terms(key: Tensor, log_decay: Tensor, bonus: Tensor) -> tuple[Operator, Chain]:
-    """Return the two terms of WKV: a diagonal for j = i, and a recurrence for tokens j < i."""
+    """Return the two terms of WKV: a diagonal for j = i, and a recurrence for tokens j < i.
+
+    Let z[t] = log(sum over j <= t of exp(key[j] + (t - j) log_decay)).  The recurrence's state is
+    exp(-z[t]) times the sum of exp(key[j] + (t - j) log_decay) v[j]: a mean of values.
+    """
     like = key
     # in float32, differences of sums over all tokens so far would lose too many digits
     key, log_decay, bonus = (doubled(x) for x in (key, log_decay, bonus))
     shape = Shape(key.shape[0], key.shape[1], key.shape[2], 1)
     with unseen(), underflow_flushed():
-        sums = fading_log_sums(key, log_decay)  # up to and with each token
+        sums = fading_log_sums(key, log_decay)  # z[t]
         earlier = F.pad(sums[:, :-1], (0, 0, 1, 0), value=-torch.inf)
         # a token reads the state before its own step: decays count from the step before
         decay = exponential_((earlier + log_decay).sub_(sums))

@@ -66,9 +66,10 @@ class FeedbackRecurrence(Recurrent):
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad(), full_precision(values.device):
             states, of_states = self.states(values), self._state_gradients(gradient)
-            previous = shift_tokens(self.gate * states, 1)  # outputs that are fed back
+            previous_outputs = shift_tokens(self.gate * states, 1)  # they are fed back
             of_values = self.write * of_states
-            inputs = values + self._times(previous, self.feedback.mT)
+            inputs = values + self._times(previous_outputs, self.feedback.mT)
+            # an output's gradient comes from after the recurrence, and from the next input
             of_outputs = gradient + self._times(shift_tokens(of_values, -1), self.feedback)
             return of_values, {
                 "decay": of_states * shift_tokens(states, 1),

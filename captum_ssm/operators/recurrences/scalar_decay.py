@@ -77,8 +77,9 @@ class ScalarDecayHeads(ChunkedHeads):
         self.shape = Shape(batch, tokens, heads, per_head)
 
     def select(self, heads: Sequence[int]) -> Operator:
+        """Restrict the operator to some heads; if they are in several groups, each is a group."""
         groups = [head // self._heads_per_group for head in heads]
-        if len(set(groups)) == 1:  # all chosen heads are in one group
+        if len(set(groups)) == 1:
             groups = groups[:1]
         return self._selected(heads, query=self.query[:, :, groups], key=self.key[:, :, groups])
 
@@ -91,6 +92,7 @@ class ScalarDecayHeads(ChunkedHeads):
         # for entries j < i, which depend on decays; the diagonal, which does not, is added below.
         decay = exponential(self.log_decay)[..., None]
         next_gradient, next_query = (shift_tokens(decay * x, -1) for x in (gradient, query))
+        # attention with gradients as queries, values as keys, and keys or queries as values
         swapped = ScalarDecayHeads(next_gradient, written, self.log_decay, None, key.shape[-1])
         plain = ScalarDecayHeads(next_query, key, self.log_decay, None, self.shape.per_head)
         of_query = shift_tokens(swapped.apply(key), 1)
@@ -157,6 +159,7 @@ class ScalarDecayHeads(ChunkedHeads):
         return out if self.scale is None else out.mul_(self.scale.transpose(1, 2)[:, :, None])
 
     def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
+        """Compute the rows; q . k, which a group's heads share, multiplies the sum of the heads."""
         if rows.start:
             return self._sum_of_late_rows(left, right, rows)
         if not self._are_shared:
@@ -169,7 +172,7 @@ class ScalarDecayHeads(ChunkedHeads):
             block = block_of(row[:, rows.start : rows.stop], [column], decay)
             strip = semiseparable_strip([block], batch, tokens, rows)  # without q . k
             q, k = self.query[:, :, group], self.key[:, :, group].mT
-            for part in slices(rows, _ROWS):  # columns after them are zero
+            for part in slices(rows, _ROWS):  # entries of columns after these rows are zero
                 own, columns = slice(part.start - rows.start, part.stop - rows.start), part.stop
                 into, entries = (x[:, own, :columns] for x in (out, strip.entries))
                 into.addcmul_(q[:, part] @ k[..., :columns], entries)

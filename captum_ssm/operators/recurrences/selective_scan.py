@@ -17,12 +17,7 @@ from ..base import Pull, Role, Shape
 from ..kernels import fused_scan
 from ..kernels.arithmetic import BINARY, Scratch, doubled, with_graphs
 from ..kernels.bands import Band, lags_of
-from ..kernels.portions import (
-    at_a_time,
-    even_size,
-    some_heads,
-    vectors_of_heads,
-)
+from ..kernels.portions import at_a_time, even_size, some_heads, vectors_of_heads
 from ..kernels.rows import Strip
 from ..kernels.scan_backward import selective_scan
 from ..kernels.token_loop import ScanSteps
@@ -81,12 +76,13 @@ class SelectiveScan(FadingRecurrence):
         return {"dt": self.dt, "A": self.a, "B": self.b, "C": self.c}
 
     def select(self, heads: Sequence[int]) -> SelectiveScan:
-        chosen = list(heads)
+        """Restrict the scan to some heads."""
+        head_list = list(heads)
         b, c = self.b, self.c
-        if b.dim() == 4:
-            b, c = (vectors_of_heads(x, self.shape.heads)[:, :, chosen] for x in (b, c))
-        dt = some_heads(self.dt, heads)
-        return SelectiveScan(dt, self.a[chosen], b, c, self.component)
+        if b.dim() == 4:  # one vector per head from now on: the heads may split a group
+            b, c = (vectors_of_heads(x, self.shape.heads)[:, :, head_list] for x in (b, c))
+        dt = some_heads(self.dt, heads)  # a view for neighboring heads, because dt is large
+        return SelectiveScan(dt, self.a[head_list], b, c, self.component)
 
     def cut(self, tokens: slice) -> SelectiveScan:
         """Restrict the scan to neighboring tokens."""
@@ -103,10 +99,11 @@ class SelectiveScan(FadingRecurrence):
         return of_values[0], of_coefficients
 
     def vjp(self, values: Tensor, coefficients: Mapping[str, Tensor]) -> tuple[Tensor, Pull]:
+        """Map S stacked values by :mod:`.scan_backward`, with the stack as further examples."""
         if values.is_cuda and fused_scan.serves(self):
             return self._vjp_on_gpu(values, coefficients)
         stack, batch = values.shape[:2]
-        groups = self.b.shape[2] if self.b.dim() == 4 else 1
+        groups = self.b.shape[2] if self.b.dim() == 4 else 1  # of heads that share B and C
         inputs = {"dt": self.dt, "x": values.flatten(0, 1).squeeze(-1)}  # by channel
         for name, unstacked in (("B", self.b), ("C", self.c)):
             vectors = coefficients.get(name, unstacked).expand(stack, *unstacked.shape)
@@ -115,7 +112,7 @@ class SelectiveScan(FadingRecurrence):
             leaves = {name: t.detach().requires_grad_() for name, t in inputs.items()}
             by_channel = (t.chunk(groups, -1) for t in (leaves["x"], leaves["dt"], self.a.T))
             by_state = (leaves[name].chunk(groups, -1) for name in ("B", "C"))
-            out_of_groups = list[Tensor]()  # of each group of heads, which share B and C
+            out_of_groups = list[Tensor]()
             for x, dt, rates, b, c in zip(*by_channel, *by_state, strict=True):
                 scanned = selective_scan(x.mT, dt.mT, rates.T, b.mT, c.mT)
                 assert isinstance(scanned, Tensor)
@@ -123,7 +120,9 @@ class SelectiveScan(FadingRecurrence):
             outputs = torch.cat(out_of_groups, -1) if groups > 1 else out_of_groups[0]
 
         def pull(gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            """Return the values' gradient, and coefficients' gradients, summed over the stack."""
             up = gradient.reshape(outputs.shape)
+            # the graph is kept, because ``pull`` may be called again
             of_leaves = torch.autograd.grad(outputs, list(leaves.values()), up, retain_graph=True)
             gradients = dict(zip(leaves, of_leaves, strict=True))
             for name, unstacked in (("B", self.b), ("C", self.c)):
@@ -138,10 +137,11 @@ class SelectiveScan(FadingRecurrence):
         """Compute :meth:`vjp` with the GPU kernels of :mod:`.fused_scan`."""
         x, own = values.detach().squeeze(-1), {"B": self.b, "C": self.c}
         stacked = (coefficients.get(name, t[None]).detach() for name, t in own.items())
-        # one for each vector and group, (S, B, L, G, N)
+        # one for each vector and group, (S, B, L, G, N); without groups, the one group is all heads
         b, c = (t[..., None, :] if t.dim() == 4 else t for t in stacked)
 
         def pull(gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            """Return the values' gradient, and coefficients' gradients, summed over the stack."""
             up = gradient.detach().squeeze(-1).expand(x.shape)
             of_dt, *of_shared, of_x = fused_scan.gradients(self.dt, self.a, b, c, x, up)
             pairs = zip(own.items(), of_shared, strict=True)
@@ -153,6 +153,7 @@ class SelectiveScan(FadingRecurrence):
     # --- the map and its adjoint -----------------------------------------------------------
 
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
+        """Return alpha x, or alpha-transposed x, for ``x`` (..., B, L, H, 1)."""
         stacked, tokens = x.squeeze(-1).reshape(-1, *self.shape[:3]), self.shape.tokens
         if x.is_cuda and fused_scan.serves(self):
             coefficients = self.dt, self.a, self.b, self.c
@@ -160,6 +161,7 @@ class SelectiveScan(FadingRecurrence):
         out = x.new_empty(stacked.shape)
         elements = len(out) * self.shape.batch * self.a.numel()  # of the states of a token
         longest = min(_SCAN_TOKENS, max(_SCAN_LEAST, _SCAN_ELEMENTS // elements))
+        # the states of so many tokens are in memory together
         steps = ScanSteps(self, len(out), min(longest, tokens), transposed)
         steps(stacked, slice(0, tokens), out)
         return out.view(x.shape)
@@ -177,6 +179,7 @@ class SelectiveScan(FadingRecurrence):
         rate = BINARY * self.a[:, None]
 
         def columns(part: slice) -> list[Tensor]:
+            """Return the column factors dt B right of each lag."""
             keys = dt[:, :, part] * b[:, :, part]
             return [(x[:, :, part] * keys).flatten(0, 1) for x in factors]  # (B H, T, N)
 
@@ -189,6 +192,7 @@ class SelectiveScan(FadingRecurrence):
         return strip._replace(entries=torch.unflatten(strip.entries, 0, (-1, heads)))
 
     def _blocks(self, left: Tensor, band: Band, rows: range) -> Iterator[Block]:
+        """Yield blocks of heads and states; each of a block's K channels is a head and a state."""
         heads, states = self.a.shape
         own, sources, scratch = slice(rows.start, rows.stop), slice(rows.stop), Scratch(self.dt)
         zero = self.dt.new_zeros(1, 1, 1, 1)
@@ -206,7 +210,10 @@ class SelectiveScan(FadingRecurrence):
             pair = self.b[:, sources], self.c[:, own]
             b, c = (vectors_of_heads(x, heads, part).mT for x in pair)  # (B, T, N, 1 or h)
             elapsed = cache(partial(_elapsed_after, dt))  # the same for all states
-            block = partial(_block_of_pairs, partial(_outer, scratch), row, columns, dt, elapsed)
+            outer = partial(_outer, scratch)
+            block = partial(
+                _block_of_pairs, outer=outer, row=row, columns=columns, dt=dt, elapsed=elapsed
+            )
             for n in state_parts:
                 rate = (BINARY * self.a[part, n].T).contiguous()  # (n, h)
                 yield block(rate=rate, b=b[:, :, n], c=c[:, :, n])
@@ -257,7 +264,7 @@ def _outer(scratch: Scratch, name: Hashable, channels: Tensor, states: Tensor) -
 def _heads_and_states(
     heads: int, states: int, width: int, device: torch.device
 ) -> Iterator[tuple[slice, list[slice]]]:
-    """Yield a slice of heads and slices of states; each pair of slices is a block of ``width``."""
+    """Yield a slice of heads, and slices of states; each pair of slices is a block of ``width``."""
     # number of columns of a factor, each a head and a state, that fit into memory and cache
     width = min(at_a_time(_TREE_MOST, device), width)
     head_count = even_size(heads, width)

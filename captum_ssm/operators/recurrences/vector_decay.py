@@ -70,6 +70,7 @@ class VectorDecayHeads(ChunkedHeads):
         self.shape = Shape(batch, tokens, heads, per_head)
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the gradients of linear attention with one query and one key per token."""
         factors = [self.query], [self.key], self.log_decay
         result = gradients(*factors, [values], [gradient], self.bonus)
         of_factors = *result.queries, *result.keys, result.log_decay
@@ -78,15 +79,17 @@ class VectorDecayHeads(ChunkedHeads):
     # --- reads, writes, carry --------------------------------------------------------------
 
     def chunk(self, part: slice, length: int) -> Chunk:
+        """Return the chunks of the tokens ``part``; with a bonus, diagonals are separate."""
         q, k, logs = (in_chunks(x[:, part], length) for x in (self.query, self.key, self.log_decay))
         if self.bonus is None:
             (within,), (reads,), writes, total = decayed_by_logs(logs, [q], k)
             return Chunk(part, within, reads, writes, total.mT)
-        # a token reads the state before its step, like a query of the token before
-        late_q = F.pad(q, (0, 0, -1, 1))
-        (from_earlier,), (late_reads,), writes, total = decayed_by_logs(logs, [late_q], k)
+        # a token reads the state before its step: compute with the next token's query, then move
+        # the rows on by one token
+        next_q = F.pad(q, (0, 0, -1, 1))
+        (from_earlier,), (next_reads,), writes, total = decayed_by_logs(logs, [next_q], k)
         diagonal = torch.diag_embed((q * self.bonus[:, None, None] * k).sum(-1))
-        reads = torch.cat([q[..., :1, :], late_reads[..., :-1, :]], -2)
+        reads = torch.cat([q[..., :1, :], next_reads[..., :-1, :]], -2)
         return Chunk(part, F.pad(from_earlier, (0, 0, 1, -1)) + diagonal, reads, writes, total.mT)
 
     def _keys(self, part: slice) -> Tensor:
@@ -118,6 +121,7 @@ class VectorDecayHeads(ChunkedHeads):
     # --- the map and its adjoint, where few vectors are mapped -----------------------------
 
     def _run(self, x: Tensor, transposed: bool) -> Tensor:
+        """Run by chunks, or for few vectors by the states of all tokens."""
         if not few_vectors(x):
             return super()._run(x, transposed)
         if self.bonus is None:
@@ -133,13 +137,15 @@ class VectorDecayHeads(ChunkedHeads):
     def _run_by_states(self, v: Tensor, transposed: bool) -> Tensor:
         """Return alpha v, or alpha-transposed v, without the bonus, from the states of all tokens.
 
-        For few vectors this costs less than the matrices within chunks.
+        S[t] = decay[t] S[t-1] + k[t] v[t], y[t] = q[t] . S[t]; each channel of v has separate
+        states.  For few vectors this costs less than the matrices within chunks.
         """
         x = v.reshape(-1, *v.shape[-4:]).movedim(-1, 1).flatten(0, 1)  # (S P, B, L, H)
         out = torch.empty_like(x)
         scratch = Scratch(v)
 
         def decays(part: slice) -> Tensor:
+            """Return the decays (B, T, H N) of the tokens ``part``, in reused memory."""
             logs = self.log_decay[:, part]
             return exponential(logs, scratch(("decays", logs.shape[1]), *logs.shape)).flatten(2)
 
@@ -172,6 +178,7 @@ class VectorDecayHeads(ChunkedHeads):
         states = ElementwiseRecurrence(exponential(self.log_decay).flatten(2))
         if self.bonus is None:
             return states.entries(row, {0: column}, rows).full(rows.stop)
+        # a query reads the state of the token before, and the token's own value with the bonus
         one = self._ones(states.shape.heads, 1, 1)
         shifted = Chain(ShortConv(one, states.shape, lags=(1,)), states)
         diagonal = Diagonal(self._own_weights(self.bonus), self.shape._replace(per_head=1))
