@@ -88,7 +88,7 @@ def vit_attention(module: Any, call: Call) -> LinearMixer:
         return hf_attention(module, call)
     if call.argument("head_mask", 1) is not None:  # in the position of the mask
         raise _unsupported(module, "head_mask")
-    linear = hf_attention(module.attention, call)
+    linear = hf_attention(module.attention, call)  # its class has no output projection
     return replace(linear, project=lambda y: run(module.output.dense, y.flatten(2)))
 
 
@@ -108,7 +108,8 @@ def qwen4_exp_attention(module: Any, call: Call) -> LinearMixer:
     """Linearize Qwen4ExpTextAttention, which attends to tokens that an indexer picks."""
     _refuse_cache(module, call)
     mask = call.argument("attention_mask", 2)
-    with torch.no_grad():  # in the model's own precision, so that near ties are picked equally
+    # in the model's own precision: the rerun in float32 could pick other tokens at near ties
+    with torch.no_grad():
         rotations = call.argument("position_embeddings", 1)
         picks = module.indexer(call.hidden_states, rotations, mask, None)
     module = copy.copy(module)
@@ -131,7 +132,7 @@ def _real_tokens(mask: Tensor | None, call: Call) -> Tensor | None:
     """Return the mask of real tokens (B, L) from the call's mask; None if all are real."""
     if mask is None:
         return None
-    if mask.dim() == 2:
+    if mask.dim() == 2:  # of tokens; otherwise of pairs
         return padding_mask(mask, call.hidden_states)
     visible = mask if mask.dtype == torch.bool else mask == 0  # (B, 1 or H, L, L)
     # a token that no query sees is padding
@@ -149,13 +150,14 @@ def glm5_next_attention(module: Any, call: Call) -> LinearMixer:
     """Linearize Glm5NextTextAttention, which attends to tokens that an indexer picks."""
     _refuse_cache(module, call)
     if module.indexer is not None:
-        picks = _indexer_picks(module, call)  # a layer without an indexer takes these
+        # a layer without an indexer takes its picks as an argument, so the rerun picks none
+        picks = _indexer_picks(module, call)
         call = replace(call, kwargs={**call.kwargs, "prev_topk_indices": picks})
         module = copy.copy(module)
         module._modules = {**module._modules, "indexer": None}
     attention, gate = _rerun(module, call)
     if module.config._attn_implementation == "sdpa":
-        # sdpa's mask is boolean, so that padded tokens attend to no token
+        # sdpa's mask is boolean, unlike the recorded one, so padded tokens attend to no token
         attention = replace(attention, mask=attention.mask == 0)
     mask = _real_tokens(call.argument("attention_mask", 1), call)
     return replace(_mixer_of(module, attention, gate), mask=mask)
@@ -249,7 +251,8 @@ def _join_images(module: Any, calls: list[_AttentionCall], total_tokens: int) ->
     # index of each token in the joined images; padding reads the row of zeros after them
     index = torch.where(is_real, position + (length.cumsum(0) - length)[:, None], total_tokens)
 
-    def padded(tensors: list[Tensor]) -> Tensor:  # (images, H, longest, N)
+    def padded(tensors: list[Tensor]) -> Tensor:
+        """Return one tensor (1, H, T, N) per image as a batch (images, H, longest, N)."""
         joined = torch.cat(tensors, 2)[0].transpose(0, 1)  # (L, H, N)
         return F.pad(joined, (0, 0, 0, 0, 0, 1))[index].transpose(1, 2)
 
@@ -373,7 +376,7 @@ def _visible_pairs(module: Any, attention: _AttentionCall) -> Tensor | None:
     if mask is None:
         return pairs
 
-    def real_pairs() -> Tensor | None:
+    def real_pairs() -> Tensor | None:  # None if all pairs are visible
         is_real = mask.bool()[:, None]
         both_real = is_real[..., None] & is_real[..., None, :]
         visible = both_real if pairs is None else pairs & both_real

@@ -34,7 +34,8 @@ def qwen3_next(module: Any, call: Call) -> LinearMixer:
     projected = run(module.in_proj_qkvz, hidden), run(module.in_proj_ba, hidden)
     query, key, value, z, b, a = module.fix_query_key_value_ordering(*projected)
     qkv = torch.cat([query.flatten(2), key.flatten(2), value.flatten(2)], -1)
-    path = _delta_rule(module, qkv, mask, b.sigmoid(), _log_decay(module, a), module.num_v_heads)
+    beta, log_decay = b.sigmoid(), _log_decay(module, a)
+    path = _delta_rule(module, qkv, mask, beta, log_decay, module.num_v_heads)
     return _norm_and_gate(path, module.norm, z).to(module.out_proj)
 
 
@@ -86,8 +87,9 @@ def _delta_rule(
     key_heads = getattr(module, "num_k_heads", heads)
     width = heads * (module.head_v_dim if hasattr(module, "head_v_dim") else module.head_dim)
     queries_and_keys = unit_vectors(as_heads(path.now[:, :, :-width, 0], 2 * key_heads))
+    # neighboring value heads share a query and a key
     query, key = queries_and_keys.repeat_interleave(heads // key_heads, 2).chunk(2, 2)
-    path = path.narrow(-width, width, heads)
+    path = path.narrow(-width, width, heads)  # the values
     value_size = path.shape.per_head
     return path.scan(DeltaRule(query * query.shape[-1] ** -0.5, key, beta, log_decay, value_size))
 
@@ -99,7 +101,10 @@ def _norm_and_gate(path: Path, norm: Any, z: Tensor) -> Path:
 
 
 def _channel_log_decay(forget_gate: Any, hidden: Tensor, heads: int) -> Tensor:
-    """Return log decays (B, L, H, N) per key channel, above the lower bound of some models."""
+    """Return log decays (B, L, H, N) per key channel; some models have a lower bound.
+
+    They are -exp(A_log) softplus(a + dt_bias), or bound sigmoid(exp(A_log) (a + dt_bias)).
+    """
     a = as_heads(_project(forget_gate, "f", hidden), heads)
     a = a + forget_gate.dt_bias.to(a).view(heads, -1)
     rate: Tensor = forget_gate.A_log.to(a).exp().view(heads, 1)

@@ -28,7 +28,7 @@ from .path import Path
 
 
 def recurrent_gemma(module: Any, call: Call) -> LinearMixer:
-    """Linearize transformers' RecurrentGemmaRecurrentBlock: a gated elementwise recurrence."""
+    """Linearize RecurrentGemmaRecurrentBlock: s[t] = a[t] s[t-1] + m[t] i[t] u[t], then a gate."""
     call.refuse_cache("past_key_values")
     hidden = mixer_input(module, call, "input_states")
     path = Path(run(module.linear_x, hidden)).conv(module.conv_1d)
@@ -56,7 +56,10 @@ def sdpa_attention(module: Any, call: Call) -> LinearMixer:
 
 
 def _coefficients(rg_lru: Any, u: Tensor, reset: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the decay a and the input factor m i, each (B, L, D), given u (B, L, D)."""
+    """Return the decay a = exp(-8 r softplus(c)) and the factor m i, for ``u`` (B, L, D).
+
+    m is sqrt(1 - a^2); at a reset, a is 0 and m is 1.
+    """
     i = _block_gate(u, rg_lru.input_gate_weight, rg_lru.input_gate_bias)
     r = _block_gate(u, rg_lru.recurrent_gate_weight, rg_lru.recurrent_gate_bias)
     log_decay = -8.0 * r * F.softplus(rg_lru.recurrent_param.to(u))

@@ -42,20 +42,21 @@ def hyena(module: Any, call: Call) -> LinearMixer:
 
 
 def cascade(module: Any, call: Call) -> LinearMixer:
-    """Linearize HyenaCascade in captum_ssm.models.dna: a convolution between two gates."""
-    projected = torch.unflatten(mixer_input(module, call), -1, (-1, 3))  # x2, x1 and v alternate
+    """Linearize HyenaCascade in captum_ssm.models.dna: y = x0 (h * + b) x1 v, with b = D."""
+    projected = torch.unflatten(mixer_input(module, call), -1, (-1, 3))  # x0, x1 and v alternate
     taps = module.short_filter_weight.to(projected).flip(-1)[:, 0]  # (3 E, K), by lag
     taps = torch.unflatten(taps, 0, (-1, 3))
     paths = [Path(x) for x in projected.unbind(-1)]
-    for path, weight in zip(paths, taps.unbind(1), strict=True):
-        path.then(ShortConv(weight[:, None], path.shape))
-    x2, x1, path = paths
+    for convolved, weight in zip(paths, taps.unbind(1), strict=True):
+        convolved.then(ShortConv(weight[:, None], convolved.shape))
+    outer_gate, inner_gate, path = paths
     kernel = module.kernel(path.shape.tokens).detach().to(taps)[:, None]  # (E, 1, K)
     core: Operator = LongConv(kernel, path.shape)
     if kernel.shape[-1] <= _SHORT_CONV_TAPS:
-        core = ShortConv(kernel, path.shape, component="scan")
-    path.scale(x1.now, "gate").scan(core, skip=module.D)
-    return path.scale(x2.now, "gate").to(lambda y: y)
+        core = ShortConv(kernel, path.shape, component="scan")  # not "conv", as by default
+    path.scale(inner_gate.now, "gate").scan(core, skip=module.D)
+    # the output projection is a module outside of the mixer
+    return path.scale(outer_gate.now, "gate").to(lambda y: y)
 
 
 def attention(module: Any, call: Call) -> LinearMixer:

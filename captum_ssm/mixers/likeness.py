@@ -115,10 +115,10 @@ def classes_with_parts(name: str, parts: frozenset[str]) -> list[str]:
         name: class name of the unknown mixer.
         parts: names of the unknown mixer's parameters and submodules, from :func:`parts_of`.
     """
-    ends = next((names for row, names in PARTS.items() if parts == set(row.split())), "").split()
+    matches = (names for row, names in PARTS.items() if parts == set(row.split()))
+    ends = next(matches, "").split()  # class names, or ends of class paths
     # the same class name first
     ends.sort(key=lambda x: (_class_name(x) != name, -_name_similarity(name, _class_name(x))))
-    # PARTS has class names or the ends of paths; BUILT_IN has whole paths
     paths = [line.class_path for line in BUILT_IN]
     return [path for end in ends for path in paths if f".{path}".endswith(f".{end}")]
 

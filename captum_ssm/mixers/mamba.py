@@ -40,6 +40,7 @@ Selected = tuple[Tensor, ...]
 
 def hf_mamba(module: Any, call: Call) -> LinearMixer:
     """Linearize transformers' MambaMixer, FalconMambaMixer or JambaMambaMixer."""
+    # version 4 masks x, see convolve_and_activate
     hidden, mask = hf_input_and_mask(module, call, zero_padded=not _is_of_version_4(module))
     x, z = run(module.in_proj, hidden).chunk(2, -1)
     path = convolve_and_activate(module, x, mask)
@@ -142,7 +143,7 @@ def calls_dt_proj(module: Any, x: Tensor) -> bool:
     """Return True if the module calls dt_proj; fused kernels on a GPU use only its raw weight."""
     if not _is_of_version_4(module):
         return False
-    if x.device.type != "cuda" or hasattr(module, "dt_layernorm"):
+    if x.device.type != "cuda" or hasattr(module, "dt_layernorm"):  # Jamba calls it on GPUs, too
         return True
     code = sys.modules[type(module).__module__]
     if not hasattr(code, "_lazy_load_causal_conv1d"):  # a class of fla
@@ -152,7 +153,7 @@ def calls_dt_proj(module: Any, x: Tensor) -> bool:
 
 
 def _zamba_scan(module: Any, activated: Tensor) -> SelectiveScan:
-    """Return the scan of zamba's G heads, with parameters computed from v (B, L, D, 1)."""
+    """Return zamba's scan, from v (B, L, D, 1); zamba's heads are the scan's G groups."""
     heads = as_heads(activated.squeeze(-1), module.n_mamba_heads)
     weight, dt_weight, dt_bias = (
         w.to(heads) for w in (module.x_proj_weight, module.dt_proj_weight, module.dt_proj_bias)

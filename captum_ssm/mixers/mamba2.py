@@ -92,7 +92,7 @@ def falcon_h1_mamba2(module: Any, call: Call) -> LinearMixer:
 
 
 def mamba_ssm_mamba2(module: Any, call: Call) -> LinearMixer:
-    """Linearize mamba_ssm's Mamba2, on the fused path or the slow path."""
+    """Linearize mamba_ssm's Mamba2, fused or not: output = out_proj([SiLU(z0) x0, y])."""
     call.refuse_cache("inference_params", position=4)
     refuse_packed(call, seq_idx=2, cu_seqlens=3)
     if call.argument("seqlen", 1) is not None:
@@ -103,25 +103,29 @@ def mamba_ssm_mamba2(module: Any, call: Call) -> LinearMixer:
     projected = run(module.in_proj, mixer_input(module, call))
     scanned_width = 2 * module.d_ssm + 2 * module.ngroups * module.d_state + module.nheads
     mlp_width = (projected.shape[-1] - scanned_width) // 2
-    z0, x0, projected = torch.split(projected, [mlp_width, mlp_width, scanned_width], -1)
+    widths = [mlp_width, mlp_width, scanned_width]
+    mlp_gate, mlp_value, projected = torch.split(projected, widths, -1)  # z0, x0, [z, xBC, dt]
     path, z = convolve_and_scan(module, projected, None, module.ngroups, module.dt_limit)
     norm = module.norm if module.rmsnorm else None
     gate_and_norm(path, z, norm, module.ngroups, module.norm_before_gate)
-    out_proj, mlp_output = projection(module.out_proj, not module.use_mem_eff_path), F.silu(z0) * x0
+    out_proj = projection(module.out_proj, called=not module.use_mem_eff_path)
+    mlp_output = F.silu(mlp_gate) * mlp_value
     return path.to(lambda y: out_proj(torch.cat([mlp_output, y], -1)))
 
 
 def mamba_ssm_mamba2_simple(module: Any, call: Call) -> LinearMixer:
     """Linearize mamba_ssm's Mamba2Simple, which may have learned initial states."""
-    sizes, learns_states = (module.ngroups, module.dt_limit), module.learnable_init_states
-    return _linearize_simple(module, call, *sizes, learns_states, module.use_mem_eff_path)
+    groups, learns_states = module.ngroups, module.learnable_init_states
+    is_fused = module.use_mem_eff_path
+    return _linearize_simple(module, call, groups, module.dt_limit, learns_states, is_fused)
 
 
 def mambapy_mamba2_block(module: Any, call: Call) -> LinearMixer:
     """Linearize mambapy's Mamba2Block, which uses mamba_ssm's functions."""
     config = module.config
-    sizes, learns_states = (config.n_groups, config.dt_limit), config.learnable_init_states
-    return _linearize_simple(module, call, *sizes, learns_states, config.use_mem_eff_path)
+    groups, learns_states = config.n_groups, config.learnable_init_states
+    is_fused = config.use_mem_eff_path
+    return _linearize_simple(module, call, groups, config.dt_limit, learns_states, is_fused)
 
 
 def _linearize_simple(
@@ -172,6 +176,7 @@ def convolve_and_scan(
     width = projected.shape[-1] - conv_width - heads
     z, xbc, dt = torch.split(projected, [width, conv_width, heads], -1)
     path = Path(xbc, mask).conv(module.conv1d).act(activation_of(module)).silence()
+    # x, and vectors B and C of equal width, which are keys and queries
     _, key, query = path.now.squeeze(-1).tensor_split([width, (width + conv_width) // 2], -1)
     dt = F.softplus(dt + module.dt_bias.to(dt))
     if tuple(dt_limit) != (0.0, math.inf):  # these limits change no dt

@@ -76,11 +76,12 @@ def linearize(
         path.rms_norm(module.norm.weight, module.norm.eps)
 
     def project(y: Tensor) -> Tensor:
+        """Project the output, but without the bias at padded tokens."""
         output = run(module.out_proj, y)
         if mask is None:
             return output
-        at_rest = run(module.out_proj, torch.zeros_like(y[:1, :1]))
-        return output - at_rest * ~mask[:, :, None]  # no bias at padded tokens
+        bias = run(module.out_proj, torch.zeros_like(y[:1, :1]))
+        return output - bias * ~mask[:, :, None]
 
     return path.gate(z).silence().to(project)
 

@@ -129,15 +129,17 @@ def mamba_ssm_attention(module: Any, call: Call) -> LinearMixer:
     mlp_width, head, kv_heads = module.mlp_dim // 2, module.head_dim, module.num_heads_kv
     query_width, width = module.num_heads * head, kv_heads * head
     sizes = [query_width + 2 * width, mlp_width, mlp_width]
-    projected, up, gate = torch.split(projected, sizes, -1)
-    mlp, group, path = up * F.silu(gate), module.num_heads // kv_heads, Path(projected)
+    projected, mlp_value, mlp_gate = torch.split(projected, sizes, -1)
+    mlp, path = mlp_value * F.silu(mlp_gate), Path(projected)
+    queries_per_key = module.num_heads // kv_heads
     if module.d_conv > 0:
         path.conv(module.conv1d)
     query, key, _ = torch.split(path.now.squeeze(-1), [query_width, width, width], -1)
     query, key = (as_heads(x, x.shape[-1] // head) for x in (query, key))
     if module.rotary_emb_dim > 0:
         query, key = (_rotate(x, module) for x in (query, key))
-    path, key = path.narrow(-width, width, kv_heads).repeat(group), key.repeat_interleave(group, 2)
+    path = path.narrow(-width, width, kv_heads).repeat(queries_per_key)  # the values
+    key = key.repeat_interleave(queries_per_key, 2)
     mask = seen_pairs(key.shape[1], key.device) if module.causal else None
     scale = head**-0.5 if module.softmax_scale is None else module.softmax_scale
     path.attend(query, key, scale, mask)

@@ -168,7 +168,7 @@ class Path:
         factor = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
         if factor.shape[2] not in (1, self.shape.heads):
             factor = factor.expand_as(x).reshape(self.shape)  # from groups to heads
-        if weight is not None:
+        if weight is not None:  # of one head's channels, or of all
             sizes = self.shape[3:] if len(weight) == self.shape.per_head else self.shape[2:]
             factor = factor * weight.to(x).view(sizes)
         return self.scale(factor, "norm")
@@ -248,7 +248,7 @@ class Path:
 def _narrow(operator: Operator, channels: slice, shape: Shape) -> Operator:
     """Restrict a diagonal or a short convolution to some channels, viewed as heads."""
 
-    def cut(x: Tensor) -> Tensor:
+    def cut(x: Tensor) -> Tensor:  # (B or 1, L or 1, C, 1) to (..., H, P)
         # one entry is the same for all channels
         return x[:, :, channels].reshape(*x.shape[:2], *shape[2:]) if x.shape[2] > 1 else x
 

@@ -151,14 +151,12 @@ def adapter_for(module: nn.Module) -> tuple[Architecture, Linearize] | None:
     for cls in type(module).__mro__:
         path = class_path(cls)
         if path.startswith(_HUB_CODE):
-            same = [
-                x
-                for x in classes_with_parts(cls.__name__, parts_of(module))
-                if _class_name(x) == cls.__name__
-            ]
-            if len(same) == 1 and same[0] in _adapters:
-                architecture = replace(_architectures[same[0]], class_path=path, like=same[0])
-                return architecture, _import_adapter(_adapters[same[0]])
+            similar = classes_with_parts(cls.__name__, parts_of(module))
+            originals = [x for x in similar if _class_name(x) == cls.__name__]
+            if len(originals) == 1 and originals[0] in _adapters:
+                original = originals[0]
+                architecture = replace(_architectures[original], class_path=path, like=original)
+                return architecture, _import_adapter(_adapters[original])
     return None
 
 

@@ -87,9 +87,8 @@ def rwkv7(module: Any, call: Call) -> LinearMixer:
     gate = linear(torch.sigmoid(linear(g, module.g1.T)), module.g2.T)
     w, a = log_decay(_low_rank(module, "w", w, torch.tanh)), _low_rank(module, "a", a).sigmoid()
     erase = unit_vectors_by_head(keys * module.k_k.to(keys), module.r_k.shape[0])
-    path = scan_and_norm(
-        module, module.ln_x, None, run(module.receptance, r), w, keys, values, a, erase
-    )
+    r = run(module.receptance, r)
+    path = scan_and_norm(module, module.ln_x, None, r=r, w=w, k=keys, v=values, a=a, erase=erase)
     at_rest = frozen(module.g2, gate).sum(0) / 2  # sigmoid(0) = 1/2
     mixer = gate_and_project(path, gate, at_rest, module.output)
     return replace(mixer, passed_on={1: values}) if module.is_first else mixer
@@ -115,7 +114,7 @@ def scan_and_norm(
     a: Tensor,
     erase: Tensor,
 ) -> Path:
-    """Return the :class:`.Path` of the values after the scan and the norm.
+    """Return the :class:`.Path` of GroupNorm(o) + (r . (rho k')) v', with o the scan's outputs.
 
     Args:
         module: the layer, with kappa and rho as ``k_a`` and ``r_k``.
@@ -152,7 +151,8 @@ def rwkv4(module: Any, call: Call) -> LinearMixer:
     hidden = mixer_input(module, call, "hidden")
     previous = F.pad(hidden, (0, 0, 1, -1))
     weights = module.time_mix_key, module.time_mix_value, module.time_mix_receptance
-    inputs = (hidden * mix + previous * (1 - mix) for mix in (x.to(hidden) for x in weights))
+    mixes = (x.to(hidden) for x in weights)
+    inputs = (hidden * mix + previous * (1 - mix) for mix in mixes)
     projections = module.key, module.value, module.receptance
     key, values, gate = (run(p, x) for p, x in zip(projections, inputs, strict=True))
     scan = WKV(key, -torch.exp(module.time_decay.to(key)), module.time_first.to(key))

@@ -73,14 +73,14 @@ def _linearize(module: Any, projected: Tensor, called: bool) -> LinearMixer:
     if module.bimamba_type == "v2":
         path.both_ways(ahead, partial(ahead, suffix="_b"), 0.5 if halved else 1.0)
     elif module.bimamba_type == "v1":
-        dt, b, c = selection(
-            path.conv(module.conv1d).act(live=True), module, called=called, called_dt=False
-        )
-        scan, a = partial(SelectiveScan, dt, b=b, c=c), -torch.exp(module.A_log.to(dt))
-        a_b = -torch.exp(module.A_b_log.to(dt))
-        back = SelectiveScan(dt.flip(1), a_b, b.flip(1), c.flip(1))
+        path.conv(module.conv1d).act(live=True)
+        dt, b, c = selection(path, module, called=called, called_dt=False)
+        scan = SelectiveScan(dt, -torch.exp(module.A_log.to(dt)), b, c)
+        # the backward scan has the same parameters, except A, at reversed tokens
+        rates_back = -torch.exp(module.A_b_log.to(dt))
+        scan_back = SelectiveScan(dt.flip(1), rates_back, b.flip(1), c.flip(1))
         reversal = flip(path.shape, x.device, "scan")
-        path.scan(scan(a), Chain(reversal, back, reversal), skip=2 * module.D)
+        path.scan(scan, Chain(reversal, scan_back, reversal), skip=2 * module.D)
     else:
         ahead(path)
     # gamma scales the channels of the output
@@ -121,7 +121,8 @@ def both_strands(module: Any, call: Call) -> LinearMixer:
     fwd, rev = mixer.mamba_fwd, mixer.mamba_rev
     ahead = _join_paths(apply_direction(Path(a), fwd), apply_direction(Path(b.flip(1)), rev))
     back = _join_paths(apply_direction(Path(a.flip(1)), rev), apply_direction(Path(b), fwd))
-    # ahead and back have their steps already, so their functions ignore the values
+    # the first heads are strand a, the others R b with tokens in the order of a; ``ahead`` and
+    # ``back`` have their steps already, so their functions ignore the values
     path = Path(torch.cat([a, b.flip(1)], -1)).both_ways(lambda _: ahead, lambda _: back)
 
     def project(y: Tensor) -> Tensor:
@@ -146,7 +147,7 @@ def _join_paths(first: Path, second: Path) -> Path:
 
 
 def _join_steps(path: Path, one: Any, other: Any) -> Operator:
-    """Join a step of one path and the same step of a second path to an operator on all heads."""
+    """Join the same step of two paths, on separate heads, to one operator on all heads."""
     if isinstance(one, Sum):
         return Sum(*(_join_steps(path, *pair) for pair in zip(one.parts, other.parts, strict=True)))
     if isinstance(one, Diagonal):
@@ -154,7 +155,7 @@ def _join_steps(path: Path, one: Any, other: Any) -> Operator:
     if isinstance(one, ShortConv):
         bias = None if one.bias is None else torch.cat([one.bias, other.bias], 2)
         return ShortConv(torch.cat([one.weight, other.weight]), path.shape, bias)
-    # coefficients of the scans, with their graphs
+    # both are scans; live coefficients replace detached ones, to keep their graphs
     tensors, other_tensors = ({**scan.tensors(), **scan.live} for scan in (one, other))
     b, c = (torch.stack([tensors[name], other_tensors[name]], 2) for name in "BC")  # (B, L, 2, N)
     dt = torch.cat([tensors["dt"], other_tensors["dt"]], 2)

@@ -91,6 +91,7 @@ def xlstm_mlstm(module: Any, call: Call) -> LinearMixer:
     scale = _head_norm(cell.outnorm, cell_path.now)
     skip_path.scale(frozen(module.learnable_skip, x).view(1, 1, -1), "skip")
     path = Path(torch.cat([value, x], -1), heads=2 * heads)
+    # the norm applies only to the cell's heads, which are the first
     centered = torch.cat([scale.new_ones(heads), scale.new_zeros(heads)])
     path.then(
         DirectSum(Chain(*cell_path.parts), Chain(*skip_path.parts)),
@@ -115,7 +116,7 @@ def _head_norm(norm: Any, x: Tensor) -> Tensor:
 def _mlstm_scan(
     path: Path, query: Tensor, key: Tensor, write: Tensor, forget: Tensor, eps: float, start: float
 ) -> Path:
-    """Apply the normalized recurrence of mLSTM to the path.
+    """Apply the normalized recurrence of mLSTM: s = alpha v / (max(|alpha 1|, exp(-m)) + eps).
 
     Args:
         path: the values, as a :class:`.Path`.
@@ -186,10 +187,10 @@ def xlstm_slstm(module: Any, call: Call) -> LinearMixer:
     ratio = activation_ratio(torch.tanh, "tanh", z + fed_z)
     log_write = F.logsigmoid(i + fed_i) if is_lstm else i + fed_i
     core = FeedbackRecurrence(
-        torch.exp(F.logsigmoid(f + fed_f) + (log_after - log_before)),
-        torch.exp(log_write + log_after) * ratio,
-        torch.sigmoid(o + fed_o),
-        kernel[:, :, 2].mT,  # the feedback to z
+        decay=torch.exp(F.logsigmoid(f + fed_f) + (log_after - log_before)),
+        write=torch.exp(log_write + log_after) * ratio,
+        gate=torch.sigmoid(o + fed_o),
+        feedback=kernel[:, :, 2].mT,  # to z
         at_rest=0.5,
     )
     path = Path(z).scan(core)
@@ -208,8 +209,8 @@ def _run_cell(inputs: Tensor, kernel: Tensor, is_lstm: bool) -> tuple[Tensor, Te
         is_lstm: whether the cell is an ordinary LSTM.
 
     Returns:
-        The logarithm of the state's scale before and after each token, (B, L, H, P), and the
-        feedback R y[t-1], (B, L, 4, H, P).
+        The logarithm of the state's scale before and after each token, (B, L, H, P): 1 / n, or
+        tanh(c) / c of an LSTM; and the feedback R y[t-1], (B, L, 4, H, P).
     """
     feedback = torch.zeros_like(inputs)
     scales = torch.zeros_like(inputs[:, :, 0])

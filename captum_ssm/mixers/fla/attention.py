@@ -53,7 +53,7 @@ def fla_attention(module: Any, call: Call) -> LinearMixer:
     if mask is None:
         pairs = seen_pairs(hidden.shape[1], hidden.device, window=module.window_size)
     else:
-        position = mask.cumsum(1)
+        position = mask.cumsum(1)  # counts only real tokens
         distance = position[:, :, None] - position[:, None]  # (B, L, L)
         pairs = (distance >= 0) & mask[:, :, None] & mask[:, None]
         if module.window_size is not None:
@@ -71,6 +71,7 @@ def fla_forgetting(module: Any, call: Call) -> LinearMixer:
     log_forget = zeroed(F.logsigmoid(run(module.f_proj, hidden)), mask)
     path = Path(run(module.v_proj, hidden), mask, module.num_kv_heads).repeat(groups).silence()
     per_head = path.shape.per_head
+    # the scores q . k, as an operator without decay; the decays are added to the scores
     scores = ScalarDecayHeads(q, k, torch.zeros_like(log_forget.detach()), None, per_head)
     path.scan(ScoredHeads(scores, log_forget, per_head, mask))
     if module.use_output_gate:
@@ -88,6 +89,7 @@ def fla_path(module: Any, call: Call) -> LinearMixer:
     beta = (2 * torch.sigmoid(run(module.bt_proj, hidden)))[..., None].expand_as(w)
     k, w, beta = (x.repeat_interleave(groups, 2) for x in (k, w, beta))
     scaling, ones = module.head_dim**-0.5, torch.ones_like(q[..., 0].detach())
+    # the scores are the matrices of a delta rule that writes k with step 1 and erases along w
     scores = DeltaRule(q * scaling, k, ones, None, module.head_dim, erase=w, erase_step=beta)
     log_forget = None
     if module.use_forget_gate:

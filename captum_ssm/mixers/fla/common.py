@@ -24,7 +24,7 @@ def input_and_mask(module: Any, call: Call) -> tuple[Tensor, Tensor | None]:
     """Return a layer's input (B, L, E) in the working dtype, and the mask of real tokens."""
     call.refuse_cache("past_key_values", position=2)
     names = list(inspect.signature(type(module).forward).parameters)[1:]
-    # the position of cu_seqlens differs between layers
+    # the position of cu_seqlens differs between layers; some have no such argument
     refuse_packed(call, **{x: i for i, x in enumerate(names) if x == "cu_seqlens"})
     hidden = mixer_input(module, call)
     return hidden, padding_mask(call.argument("attention_mask", 1), hidden)
@@ -46,8 +46,8 @@ def zeroed_input_and_mask(
         return hidden, None
     if skips is None and getattr(module, "use_short_conv", False):
         skips = "short convolution"
-    changes = (mask[:, 1:] != mask[:, :-1]).sum(1)
-    if skips is not None and bool((changes > 1).any()):  # not only on one side
+    changes = (mask[:, 1:] != mask[:, :-1]).sum(1)  # 1 if padding is on one side
+    if skips is not None and bool((changes > 1).any()):
         raise InputError(
             f"The attention_mask passed to {type(module).__name__} has padding between tokens of "
             f"one sequence, which its {skips} would skip. Pad every sequence on one side only."

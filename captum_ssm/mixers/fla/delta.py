@@ -44,7 +44,7 @@ def fla_delta_net(module: Any, call: Call) -> LinearMixer:
     q, k = (_queries_or_keys(module, name, hidden) for name in "qk")
     beta = _beta(module, hidden) if module.use_beta else torch.ones_like(q[..., 0])
     if module.allow_neg_eigval and not module.use_beta:
-        beta = 2 * beta
+        beta = 2 * beta  # _beta doubles its result itself
     return _linearize(module, hidden, mask, q, k, beta, None)
 
 
@@ -98,7 +98,7 @@ def fla_delta_product(module: Any, call: Call) -> LinearMixer:
 
 
 def fla_comba(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's Comba: a delta rule with a separate erasing key."""
+    """Linearize fla's Comba: a delta rule with an erasing key p and queries q - D p."""
     hidden, mask = zeroed_input_and_mask(module, call)
     q, k = (as_heads(project(module, n, hidden, True), module.num_heads) for n in "qk")
     p = k
@@ -108,8 +108,8 @@ def fla_comba(module: Any, call: Call) -> LinearMixer:
         q = q - module.D.to(q)[:, None] * p
     values_per_key = module.num_v_heads // module.num_heads
     q, k, p = (unit_vectors(x).repeat_interleave(values_per_key, 2) for x in (q, k, p))
-    operands = q, k, torch.sigmoid(run(module.b_proj, hidden)), _log_decay(module, hidden)
-    return _linearize(module, hidden, mask, *operands, erase=p)
+    beta, log_decay = torch.sigmoid(run(module.b_proj, hidden)), _log_decay(module, hidden)
+    return _linearize(module, hidden, mask, q, k, beta, log_decay, erase=p)
 
 
 def _linearize(

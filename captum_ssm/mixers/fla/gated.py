@@ -56,10 +56,10 @@ _CHUNK = 16
 
 
 def fla_hgrn(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's HGRNAttention, whose state also decays at padded tokens."""
+    """Linearize fla's HGRNAttention: s[t] = f[t] s[t-1] + (1 - f[t]) SiLU(i[t]), at padding, too."""
     hidden, mask = input_and_mask(module, call)
     decay = _log_forget(module, project(module, "f", hidden, mask=mask), call).exp()
-    path = value_path(module, hidden, mask, 1, name="i", silu=True)
+    path = value_path(module, hidden, mask, per_head=1, name="i", silu=True)
     path.scale(1 - decay, "scan").scan(ElementwiseRecurrence(decay))
     path.rms_norm(module.g_norm.weight, module.g_norm.eps, groups=1)
     return path.gate(run(module.g_proj, hidden)).to(module.o_proj)
@@ -109,7 +109,7 @@ def _keys_and_log_decays(k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def fla_gsa(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's GatedSlotAttention: linear attention with a decay per slot."""
+    """Linearize fla's GatedSlotAttention: linear attention with queries p and keys 1 - a."""
     hidden, mask = zeroed_input_and_mask(module, call)
     groups = module.num_kv_groups
     q, k = (torch.unflatten(project(module, n, hidden), -1, (-1, module.head_k_dim)) for n in "qk")

@@ -117,7 +117,7 @@ def fla_based(module: Any, call: Call) -> LinearMixer:
         )
     hidden, heads = mixer_input(module, call), module.num_heads
     q, k = (as_heads(run(p, hidden), heads) for p in (module.q_proj, module.k_proj))
-    eps = _BASED_EPS if module.mode == "parallel" else _ROWS_EPS
+    eps = _BASED_EPS if module.mode == "parallel" else _ROWS_EPS  # two kernels
     path = Path(run(module.v_proj, hidden), heads=heads)
     return _linear_attention(path, _taylor_features(q), _taylor_features(k), eps).to(module.o_proj)
 
@@ -137,7 +137,7 @@ def _apply_feature_map(feature_map: Any, x: Tensor) -> Tensor:
 
 
 def _taylor_features(x: Tensor) -> Tensor:
-    """Return features whose products are the second-order series of exp(q . k / sqrt(N))."""
+    """Return features with products 1 + x + x^2 / 2 of q and k, for x = q . k / sqrt(N)."""
     width = x.shape[-1]
     squares = (x[..., :, None] * x[..., None, :]).flatten(-2)
     ones = torch.ones_like(x[..., :1])

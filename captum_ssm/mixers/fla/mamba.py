@@ -48,7 +48,7 @@ def fla_mamba2(module: Any, call: Call) -> LinearMixer:
     """Linearize fla's Mamba2; refuse n_groups for which its CPU code differs from its GPU code."""
     hidden, mask = input_and_mask(module, call)
     if not (hidden.is_cuda and sys.modules[type(module).__module__].is_fast_path_available):
-        hidden = zeroed(hidden, mask)
+        hidden = zeroed(hidden, mask)  # as the code without kernels does
         if module.n_groups not in (1, module.num_heads):
             raise UnsupportedMixerError(
                 f"fla's Mamba2 with n_groups={module.n_groups} has no adapter without the kernels "
@@ -86,6 +86,7 @@ def _linearize(
     """Linearize Mamba2 or LogLinearMamba2 from the output of in_proj."""
     width = module.intermediate_size
     z, stream, dt = torch.split(projected, [width, module.conv_dim, module.num_heads], -1)
+    # only the convolution's input is masked
     projected, limit = torch.cat([z, zeroed(stream, mask), dt], -1), module.dt_limit
     path, z = mamba2.convolve_and_scan(
         module, projected, mask, module.n_groups, limit, recurrence=recurrence
@@ -106,7 +107,7 @@ def _log_linear_scan(
     per_head: int,
     rate: Tensor,
 ) -> Operator:
-    """Return the operator, given lambda (B, L, H, levels) and ScalarDecayHeads' arguments."""
+    """Return the sum over levels; ``lambdas`` are (B, L, H, levels), the rest ScalarDecayHeads'."""
     tokens, heads = log_decay.shape[1:]
     query, key = (x.repeat_interleave(heads // x.shape[2], 2) for x in (query, key))
     positions, terms = torch.arange(tokens, device=query.device), []

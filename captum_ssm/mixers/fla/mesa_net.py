@@ -66,6 +66,7 @@ def _solve(q: Tensor, key_attention: ScalarDecayHeads, ridge: Tensor, iterations
     solution, residual = torch.zeros_like(q), q
     direction, residual_size = q, _squared_length(q)
     for _ in range(iterations):
+        # differentiable in the direction only, because A is frozen
         product = linear_map(direction, gram, gram) + ridge * direction
         with torch.no_grad(), unseen():
             step = residual_size / ((direction * product).sum(-1, keepdim=True) + _EPS)

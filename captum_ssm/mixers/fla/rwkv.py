@@ -63,7 +63,7 @@ def _previous_weights(module: Any, hidden: Tensor, delta: Tensor) -> list[Tensor
     """Return mu, the previous token's weights in the inputs of r, w, k, v and g, (B, L, E) each."""
     lerp, activation, up = module.x_proj
     rank = module.proj_low_rank_dim
-    inner = activation(run(lerp.linear, hidden + delta * lerp.mu.to(hidden)))
+    inner = activation(run(lerp.linear, hidden + delta * lerp.mu.to(hidden)))  # (B, L, 5 rank)
     # the layer uses the raw weight of the last map: one matrix per mu
     weights = up.weight.view(module.hidden_size, 5, rank).unbind(1)
     slices = zip(inner.split(rank, -1), weights, module.x_bias.to(hidden), strict=True)
@@ -83,10 +83,9 @@ def fla_rwkv7(module: Any, call: Call) -> LinearMixer:
         values = mix_in_first_values(values, first, run(module.v_lora, v))
     w, a = log_decay(run(module.w_lora, w)), torch.sigmoid(run(module.a_lora, a))
     erase = _erasing_keys(module, keys)
-    path = scan_and_norm(
-        module, module.g_norm, mask, run(module.r_proj, r), w, keys, values, a, erase
-    )
-    at_rest = run(module.g_lora, torch.zeros_like(g[:1, :1]))
+    norm, r = module.g_norm, run(module.r_proj, r)
+    path = scan_and_norm(module, norm, mask, r=r, w=w, k=keys, v=values, a=a, erase=erase)
+    at_rest = run(module.g_lora, torch.zeros_like(g[:1, :1]))  # the gate for zero input
     mixer = gate_and_project(path, run(module.g_lora, g), at_rest, module.o_proj)
     return replace(mixer, passed_on={_V_FIRST_OUTPUT: values}) if is_first else mixer
 

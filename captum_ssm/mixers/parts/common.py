@@ -184,7 +184,7 @@ def activation_ratio(act: Callable[[Tensor], Tensor], name: str, u: Tensor) -> T
             f"The activation {name!r} is {float(at_zero.detach()):.3g} at 0, so act(u) / u "
             "does not exist there. Use a model whose activation is 0 at 0, such as SiLU or GELU."
         )
-    # the inner where avoids 0 / 0
+    # the inner where avoids 0 / 0; at 0 the ratio's limit is the slope
     return torch.where(u == 0, slope, act(u) / torch.where(u == 0, torch.ones_like(u), u))
 
 

@@ -47,6 +47,7 @@ def softmax_attention(
     hidden = None if mask is None else _is_hidden(mask)
 
     def softmax(query: Tensor, key: Tensor) -> Tensor:
+        """Return the probabilities as the model computes them."""
         # in place, because allocating a tensor of this size takes longer than filling it
         scores = (query @ key.mT).mul_(scaling)
         if mask is None:
@@ -58,11 +59,13 @@ def softmax_attention(
         return scores.softmax(-1).nan_to_num_(0)  # NaN: a row of nothing but -inf
 
     def probabilities(query: Tensor, key: Tensor) -> Tensor:
+        """Return the operator's matrices: probabilities, but zero for hidden pairs."""
         matrices = softmax(query, key)
         return matrices if hidden is None else matrices.masked_fill_(hidden, 0)
 
     def operator_of(matrices: Tensor) -> DenseHeads:
-        if not (query.requires_grad or key.requires_grad):  # there is no graph to keep
+        """Return the operator, with queries and keys if they have a graph."""
+        if not (query.requires_grad or key.requires_grad):
             return DenseHeads(matrices, shape.per_head)
         vectors = query.transpose(1, 2), key.transpose(1, 2)
         return SoftmaxHeads(*vectors, probabilities, scaling, shape.per_head, matrices)
@@ -77,6 +80,7 @@ def softmax_attention(
     core: Operator = operator_of(matrices.masked_fill_(hidden, 0))
     if blind_rows is not None:
         constant = DenseHeads(blind_rows, shape.per_head).apply(values)
+        # the identity as a convolution, which has a place for the constant
         one_tap = values.new_ones(shape.heads, shape.per_head, 1)
         core = Chain(ShortConv(one_tap, shape, constant, component=None), core)
     return core, None if all_visible else visible
@@ -102,7 +106,7 @@ def seen_pairs(
     if (not causal or tokens == 1) and (window is None or window >= tokens):
         return None
 
-    def make() -> Tensor:
+    def make() -> Tensor:  # (1, 1, L, L)
         pairs = torch.ones(tokens, tokens, dtype=torch.bool, device=device)
         pairs = pairs.tril() if causal else pairs
         pairs = pairs if window is None else pairs.tril(window - 1).triu(1 - window)
@@ -127,7 +131,7 @@ def read_pairs(mask: Tensor, about: Hashable, truth: Callable[[], Tensor]) -> No
         truth: function that returns the check, a boolean tensor.
     """
 
-    def read() -> list[bool]:
+    def read() -> list[bool]:  # the two properties that softmax_attention reads
         hidden = _is_hidden(mask)
         *facts, check = _bools(hidden.all(-1).any(), (~hidden).any(-2).any(1).all(), truth())
         read_once(about, lambda: check)  # stores it under this key

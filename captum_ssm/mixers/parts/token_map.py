@@ -89,6 +89,6 @@ def square_windows(size: tuple[int, int], side: int, device: torch.device) -> Wi
     height, width = size
     token = torch.arange(height * width, device=device).view(height, width)
     padded = F.pad(token, (0, -width % side, 0, -height % side), value=-1)
-    rows = torch.unflatten(padded, 0, (-1, side))
-    windows = torch.unflatten(rows, 2, (-1, side)).transpose(1, 2)
+    rows = torch.unflatten(padded, 0, (-1, side))  # (rows of windows, side, width)
+    windows = torch.unflatten(rows, 2, (-1, side)).transpose(1, 2)  # (rows, columns, side, side)
     return Windows(windows.flatten(2).flatten(0, 1))
