@@ -88,8 +88,8 @@ def vit_attention(module: Any, call: Call) -> LinearMixer:
         return hf_attention(module, call)
     if call.argument("head_mask", 1) is not None:  # in the position of the mask
         raise _unsupported(module, "head_mask")
-    linear = hf_attention(module.attention, call)  # its class has no output projection
-    return replace(linear, project=lambda y: run(module.output.dense, y.flatten(2)))
+    mixer = hf_attention(module.attention, call)  # its class has no output projection
+    return replace(mixer, project=lambda y: run(module.output.dense, y.flatten(2)))
 
 
 def falcon_h1_attention(module: Any, call: Call) -> LinearMixer:

@@ -36,7 +36,7 @@ def hyena(module: Any, call: Call) -> LinearMixer:
     filters = module.filter_fn
     kernels = torch.split(filters.kernel(path.shape.tokens).detach().to(last_gate), width)
     biases = torch.split(frozen(filters.bias, last_gate), width)
-    for gate, kernel, bias in zip(reversed(gates), kernels, biases, strict=True):
+    for gate, kernel, bias in zip(reversed(gates), kernels, biases, strict=True):  # inner first
         path.scale(gate, "gate").scan(LongConv(kernel[:, None], path.shape), skip=bias)
     return path.scale(last_gate, "gate").to(module.out_proj)
 

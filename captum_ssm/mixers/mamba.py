@@ -60,7 +60,7 @@ def hf_zamba(module: Any, call: Call) -> LinearMixer:
 def mamba_ssm_mamba(module: Any, call: Call) -> LinearMixer:
     """Linearize mamba_ssm's Mamba, on the fused path or the slow path.
 
-    The module uses the raw weight of in_proj, and on the fused path of every projection.
+    The module uses raw weights of in_proj and dt_proj, and on the fused path of all projections.
     """
     if hasattr(module, "bimamba_type"):  # the fork published with Vision Mamba
         from .vim import published_fork

@@ -248,8 +248,7 @@ class Path:
 def _narrow(operator: Operator, channels: slice, shape: Shape) -> Operator:
     """Restrict a diagonal or a short convolution to some channels, viewed as heads."""
 
-    def cut(x: Tensor) -> Tensor:  # (B or 1, L or 1, C, 1) to (..., H, P)
-        # one entry is the same for all channels
+    def cut(x: Tensor) -> Tensor:  # from (..., C, 1) to (..., H, P), or (..., 1, 1) unchanged
         return x[:, :, channels].reshape(*x.shape[:2], *shape[2:]) if x.shape[2] > 1 else x
 
     if isinstance(operator, Diagonal):

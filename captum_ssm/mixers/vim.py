@@ -95,8 +95,8 @@ def apply_direction(path: Path, module: Any, suffix: str = "", called: bool = Tr
         path: the values as a :class:`.Path`, with tokens in the order of this direction.
         module: a Mamba, or the module of one direction.
         suffix: suffix of the parameters' names, such as ``"_b"``. Default: ``""``.
-        called: whether the module calls its projections; otherwise it uses the raw weights.
-            Default: True.
+        called: whether the module calls its projections except dt_proj, whose raw weight it always
+            uses. Default: True.
     """
     path.conv(getattr(module, f"conv1d{suffix}")).act(live=True)
     dt, b, c = selection(path, module, f"{{}}{suffix}", called=called, called_dt=False)

@@ -71,7 +71,7 @@ def mlstm(module: Any, call: Call) -> LinearMixer:
         )
     query, key, values, z, write, forget = _projections(module, hidden)
     write, forget = (_soft_cap(x, config.gate_soft_cap) for x in (write, forget))
-    path = _mlstm_scan(Path(values), query, key, write, forget, backend.eps, 0.0)
+    path = _mlstm_scan(Path(values), query, key, write, forget, backend.eps, start=0.0)
     norm = module.multihead_norm
     path.layer_norm(norm.weight, norm.bias, norm.eps)
     return path.gate(z, torch.sigmoid).to(module.out_proj)
@@ -127,12 +127,13 @@ def _mlstm_scan(
     """
     log_decay = F.logsigmoid(forget)
     m_before, m_after = _stabilizer(log_decay, write, start)
-    decay, scale = log_decay + m_before - m_after, (write - m_after).exp()
+    # relative to the stabilizer, so that no exponential overflows
+    relative_log_decay, scale = log_decay + m_before - m_after, (write - m_after).exp()
     query = query * query.shape[-1] ** -0.5
     ones = torch.ones_like(query[..., :1])
-    row_sums = ScalarDecayHeads(query, key, decay, scale, 1).apply(ones)
+    row_sums = ScalarDecayHeads(query, key, relative_log_decay, scale, 1).apply(ones)
     normalizer = torch.maximum(row_sums.abs(), torch.exp(-m_after)[..., None]) + eps
-    path.scan(ScalarDecayHeads(query, key, decay, scale, path.shape.per_head))
+    path.scan(ScalarDecayHeads(query, key, relative_log_decay, scale, path.shape.per_head))
     return path.scale(1 / normalizer, "scan")
 
 

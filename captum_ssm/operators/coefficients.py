@@ -133,7 +133,7 @@ def vjp(operator: Operator, values: Tensor, moved: Moved, offset: Tensor) -> tup
             pull_within(windows.cut(gradient), totals)
         )
     out = _with_constant(operator, operator.apply(values), offset)
-    return out, lambda gradient, _: operator.transpose(gradient)
+    return out, lambda gradient, _: operator.transpose(gradient)  # no live coefficients
 
 
 def _pull_back(operator: Operator, back: Pull, gradient: Tensor, totals: Gradients) -> Tensor:

@@ -159,7 +159,7 @@ class DirectSum(Composite):
         pairs = zip(self.parts, self._split_heads(u), strict=True)
         return torch.cat([part.transpose(x) for part, x in pairs], -2)
 
-    def offset(self) -> Tensor | None:
+    def offset(self) -> Tensor | None:  # parts without a constant get zeros
         offsets = [part.offset() for part in self.parts]
         if all(offset is None for offset in offsets):
             return None
@@ -184,6 +184,7 @@ class DirectSum(Composite):
         return DirectSum(*(part.per_channel() for part in self.parts))
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
+        """Compute the strips of all parts; sum them, or concatenate them along the heads."""
         tokens, lefts = self.shape.tokens, self._split_heads(left.expand(self.shape))
 
         def strip_for(right: Tensor) -> Strip:  # rows of diag(left) . self . diag(right)

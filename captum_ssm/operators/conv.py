@@ -158,7 +158,7 @@ class ShortConv(Operator):
                 assert self.width is not None
                 token_lag = lag[0] * self.width + lag[1]
                 column = torch.arange(self.shape.tokens, device=weight.device) % self.width
-                inside = (column >= lag[1]) & (column < self.width + lag[1])
+                inside = (column >= lag[1]) & (column < self.width + lag[1])  # in the same row
                 weight = weight * inside[:, None, None]
             else:
                 token_lag = lag

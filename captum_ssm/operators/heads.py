@@ -145,6 +145,7 @@ class DenseHeads(HeadOperator):
         return self._sum_of_channels(left[..., None], right[..., None], rows)
 
     def _sum_of_channels(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
+        """Sum (left right^T) * matrix over heads; left right^T is a sum over a head's channels."""
         batch, tokens, _, _ = self.shape
         out = self._zeros(batch, len(rows), tokens)
         columns = right.permute(2, 0, 3, 1)  # (H, B, P, L)
@@ -209,6 +210,7 @@ class SoftmaxHeads(DenseHeads):
         return SoftmaxHeads(named["query"], named["key"], *options)
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Differentiate softmax(scaling q k^T + mask) v, with the mask constant."""
         with full_precision(values.device):
             of_scores = _score_gradient(self.matrices, values, gradient)
             of_scores *= self._scaling  # now of the products q k^T
@@ -269,7 +271,7 @@ class ScoredHeads(DenseHeads):
         return named if self.forget is None else {**named, "forget": self.forget}
 
     def at(self, coefficients: Mapping[str, Tensor]) -> ScoredHeads:
-        of_reads = dict(coefficients)
+        of_reads = dict(coefficients)  # without ``forget``, below
         forget = of_reads.pop("forget", self.forget)
         reads = self.reads.at(of_reads) if of_reads else self.reads
         assert isinstance(reads, HeadOperator)

@@ -56,7 +56,7 @@ _CHUNK = 16
 
 
 def fla_hgrn(module: Any, call: Call) -> LinearMixer:
-    """Linearize fla's HGRNAttention: s[t] = f[t] s[t-1] + (1 - f[t]) SiLU(i[t]), at padding, too."""
+    """Linearize HGRNAttention: s[t] = f[t] s[t-1] + (1 - f[t]) SiLU(i)[t], also at padding."""
     hidden, mask = input_and_mask(module, call)
     decay = _log_forget(module, project(module, "f", hidden, mask=mask), call).exp()
     path = value_path(module, hidden, mask, per_head=1, name="i", silu=True)
@@ -128,7 +128,7 @@ def fla_gsa(module: Any, call: Call) -> LinearMixer:
 
 
 def _slot_scores(q: Tensor, k: Tensor, log_decay: Tensor, write: Tensor) -> Tensor:
-    """Return the slots' scores K[t] q[t] (B, L, H, M), differentiable, computed by chunks.
+    """Return M slots' scores K[t] q[t] (B, L, H, M), differentiable, computed by chunks.
 
     Args:
         q: queries (B, L, H, N).

@@ -53,8 +53,8 @@ def fla_rwkv6(module: Any, call: Call) -> LinearMixer:
     )
     heads, norm = module.num_heads, module.g_norm
     path = Path(v, mask, heads).silence()
-    r, k, decay = (as_heads(x, heads) for x in (r, k, -torch.exp(w)))
-    path.scan(VectorDecayHeads(r, k, decay, path.shape.per_head, frozen(module.bonus, r)))
+    r, k, log_decays = (as_heads(x, heads) for x in (r, k, -torch.exp(w)))
+    path.scan(VectorDecayHeads(r, k, log_decays, path.shape.per_head, frozen(module.bonus, r)))
     path.layer_norm(norm.weight, norm.bias, norm.eps)
     return path.gate(g, module.gate_fn).to(module.o_proj)
 

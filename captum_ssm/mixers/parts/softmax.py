@@ -131,7 +131,7 @@ def read_pairs(mask: Tensor, about: Hashable, truth: Callable[[], Tensor]) -> No
         truth: function that returns the check, a boolean tensor.
     """
 
-    def read() -> list[bool]:  # the two properties that softmax_attention reads
+    def read() -> list[bool]:  # [some query sees no key, all tokens are visible]
         hidden = _is_hidden(mask)
         *facts, check = _bools(hidden.all(-1).any(), (~hidden).any(-2).any(1).all(), truth())
         read_once(about, lambda: check)  # stores it under this key

@@ -46,7 +46,7 @@ def gradients(
     keys: Sequence[Tensor],
     log_decay: Tensor,
     values: Sequence[Tensor],
-    outer: Sequence[Tensor],
+    of_outputs: Sequence[Tensor],
     bonus: Tensor | None = None,
 ) -> Gradients:
     """Return the gradients of queries, keys, values and log_decay in :func:`attend`.
@@ -56,7 +56,7 @@ def gradients(
         keys: W key tensors, each (B, L, H, N).
         log_decay: logarithms of the decays, at most 0, (B, L, H, N) or (B, L, H, 1).
         values: W value tensors, each (B, L, H, P).
-        outer: gradients of each query's outputs, each (B, L, H, P).
+        of_outputs: gradients of each query's outputs, each (B, L, H, P).
         bonus: factors (H, N) as in :class:`~captum_ssm.operators.VectorDecayHeads`, for one query
             and one key; a query then reads the state before its own token is added. Default: None.
     """
@@ -65,7 +65,7 @@ def gradients(
         leaves = [x.requires_grad_() for x in (q, k, v, log_decay.detach())]
         out = attend(q, k, v, leaves[3], bonus)
         # with a bonus, a single token's output does not depend on its decay: its gradient is zero
-        up = torch.stack(tuple(outer), 2)
+        up = torch.stack(tuple(of_outputs), 2)
         of_leaves = torch.autograd.grad(out, leaves, up, materialize_grads=True)
     of_queries, of_keys, of_values = (list(x.unbind(2)) for x in of_leaves[:3])
     return Gradients(of_queries, of_keys, of_values, of_leaves[3])

@@ -95,7 +95,7 @@ def runs_of_chunks(tokens: range, length: int, batch_heads: int) -> Iterator[sli
 
 
 def in_chunks(x: Tensor, length: int) -> Tensor:
-    """Split ``x`` (..., B, L, H, K) into chunks of ``length`` tokens, (..., B, H, C, T, K).
+    """Split ``x`` (..., B, L, H, N) into chunks of ``length`` tokens, (..., B, H, C, T, N).
 
     If there are fewer tokens than ``length``, they form one chunk.
     """

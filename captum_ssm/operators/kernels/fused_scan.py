@@ -102,7 +102,7 @@ def gradients(
     coefficients = dt, a, by_vector(b, len(x)), by_vector(c, len(x))
     states = states_between_runs(*coefficients, x)
     of_x, of_dt, of_shared = gradients_from_states(*coefficients, x, up, states)
-    of_b, of_c = of_shared.sum((1, 2))
+    of_b, of_c = of_shared.sum((1, 2))  # over channel blocks and vectors
     return (of_dt.sum(0) if len(x) > 1 else of_dt[0]), of_b, of_c, of_x
 
 

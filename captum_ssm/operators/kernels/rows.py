@@ -82,13 +82,14 @@ def sum_strips(strips: Iterable[Strip], rows: range) -> Strip:
     return out
 
 
-def sum_of_lags(entries: Callable[[Tensor], Strip], band: Band, rows: range, tokens: int) -> Strip:
+def sum_of_lags(
+    strip_for: Callable[[Tensor], Strip], band: Band, rows: range, tokens: int
+) -> Strip:
     """Return ``rows`` of matrix . band, given a function for rows of matrix . diag(right)."""
     if [*band] == [0]:
-        return entries(band[0])
-    return sum_strips(
-        (entries(factor).moved(0, -lag, tokens) for lag, factor in band.items()), rows
-    )
+        return strip_for(band[0])
+    strips = (strip_for(factor).moved(0, -lag, tokens) for lag, factor in band.items())
+    return sum_strips(strips, rows)
 
 
 def clipped(positions: range, by: int, tokens: int) -> range:

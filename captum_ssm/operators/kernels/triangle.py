@@ -149,10 +149,10 @@ def tiles(
                 _times_carry(column_factors, carry1 if carry1.shape[-1] == 1 else carry1.mT)
             joined_spans.append((slice(first.start, second.stop), _compose(carry1, carry0)))
         spans = joined_spans + spans[2 * len(joined_spans) :]  # with an odd last run
-    reads = reads[:, :, : int(min(horizon, reads.shape[2]))]
+    reads = reads[:, :, : int(min(horizon, reads.shape[2]))]  # later rows read nothing earlier
     for tokens, column_factors, carry in earlier or ():
         yield Submatrix(slice(0, reads.shape[2]), tokens, reads, column_factors)
-        _times_carry(reads, carry)
+        _times_carry(reads, carry)  # now they read the state before this chunk
 
 
 def _by_token(parts: list[Tensor]) -> Tensor:
@@ -385,12 +385,13 @@ class Block(NamedTuple):
             read_from = max(0, chunk_start - max(1, reach))
             tokens = slice(read_from, chunk_stop)
             after = _decays_after(self.decays(tokens)) if self.after is None else self.after(tokens)
-            extra = chunk_start - read_from
+            extra = chunk_start - read_from  # tokens that are read before the chunk
             total = after[:, max(0, extra - 1), :, None]  # unused if no token is before the chunk
             *shorter_lags, writes = (x.mul_(after) for x in self.columns(tokens))
             writes = writes[:, extra:]
-            # columns of shorter lags were written ``delay`` tokens before they were complete
+            # columns of shorter lags are complete ``delay`` tokens after this write
             for delay, column in enumerate(reversed(shorter_lags), 1):
+                # the first column of the chunk whose token ``delay`` before it was read
                 first = min(chunk_stop, max(chunk_start, read_from + delay))
                 written = slice(first - delay - read_from, chunk_stop - delay - read_from)
                 writes[:, first - chunk_start :] += column[:, written]

@@ -96,7 +96,7 @@ def read_once(key: Hashable, read: Callable[[], T], of: Tensor | None = None) ->
         of: tensor that the result depends on; its memory address becomes part of the key. Default:
             None, it does not.
     """
-    if _noted.get() is None or (of is not None and not are_noted(of)):
+    if _noted.get() is None or (of is not None and not are_noted(of)):  # no GPU to wait for
         return read()
     if of is not None:
         # an operation in place raises the version, so the key changes; inference tensors have none
@@ -137,7 +137,7 @@ def nonzero_range(weights: Tensor) -> range:
     first, last = ends  # before mixing, and after
     if last > first:
         return range(tokens)
-    holds(~nonzero[first:].any())
+    holds(~nonzero[first:].any())  # noted, and read at the end of the call
     return range(first)
 
 

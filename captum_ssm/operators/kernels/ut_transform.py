@@ -46,8 +46,8 @@ def delta_chunk(
 ) -> Chunk:
     """Return the chunks of a delta rule, after solving their triangular systems.
 
-    With E and E' as above, w = inverse (v - e . S), and y = (Q F^T . E) w + q . S if k is f; the
-    code names these products ``q_gram`` = tril(Q F^T . E) and ``e_gram`` = e F^T . E'.
+    If k is f, w = (I + e_gram)^-1 (v - e_since S) and y = q_gram w + q_since S.  Here q_gram is
+    tril(Q F^T . E), e_gram is tril(e F^T . E', -1), and "since" are decays from the chunk's start.
 
     Args:
         tokens: slice of the tokens of all chunks.

@@ -165,6 +165,7 @@ class ChunkedHeads(Recurrent, HeadOperator):
         return sum_strips(terms, rows)
 
     def _sum_of_heads(self, left: Tensor, right: Tensor, rows: range) -> Tensor:
+        """Compute the rows from tiles whose rows and columns are multiplied by the factors."""
         factors = [x.transpose(1, 2)[..., None] for x in (left, right)]  # (B, H, L, 1)
         out = self._zeros(self.shape.batch, len(rows), rows.stop)
 

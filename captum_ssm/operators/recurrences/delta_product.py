@@ -141,6 +141,7 @@ class DeltaProduct(Coefficients):
         return self._from_steps(self._unrolled.transpose(self._at_last_step(u)))
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
+        """Compute the rows of all steps, and reduce them to rows and columns of tokens."""
         tokens, left = self.shape.tokens, self._at_last_step(left.expand(self.shape))
         steps = range(rows.start * self.steps, rows.stop * self.steps)
 
@@ -153,6 +154,9 @@ class DeltaProduct(Coefficients):
         return sum_of_lags(strip_for, band, rows, tokens)
 
     def _reduce_to_tokens(self, matrices: Tensor, rows: int) -> Tensor:
-        """Reduce matrices over steps (..., R M, L M) to matrices over tokens (..., R, L)."""
+        """Reduce matrices over steps (..., R M, L M) to matrices over tokens (..., R, L).
+
+        A token's output is read at its last step; its value enters at any one step.
+        """
         last_steps = torch.unflatten(matrices, -2, (rows, self.steps))[..., -1, :]
         return self._by_token(last_steps, -1).sum(-1)

@@ -64,6 +64,7 @@ class FeedbackRecurrence(Recurrent):
         self.shape = Shape(*decay.shape)
 
     def backward(self, values: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Differentiate c[t] = decay[t] c[t-1] + write[t] (v[t] + feedback y[t-1]), y = gate c."""
         with torch.no_grad(), full_precision(values.device):
             states, of_states = self.states(values), self._state_gradients(gradient)
             previous_outputs = shift_tokens(self.gate * states, 1)  # they are fed back

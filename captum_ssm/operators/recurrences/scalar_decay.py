@@ -134,10 +134,9 @@ class ScalarDecayHeads(ChunkedHeads):
     # --- reads, writes, carry --------------------------------------------------------------
 
     def chunk(self, part: slice, length: int) -> Chunk:
-        """Return the chunks of the tokens ``part``, with queries as reads and keys as writes.
+        """Return the chunks of the tokens ``part``, with queries and keys per group of heads.
 
-        These are per group of heads. The decays since the chunk's start and until its end, per
-        head, are passed as ``faded``.
+        The decays since the chunk's start and until its end, per head, are passed as ``faded``.
         """
         q, k = (in_chunks(x[:, part], length) for x in (self.query, self.key))  # (B, G, C, T, N)
         logs = in_chunks(self.log_decay[:, part, :, None], length).squeeze(-1)
@@ -204,9 +203,8 @@ class ScalarDecayHeads(ChunkedHeads):
         return self.changed(**{name: getattr(self, name)[:, part] for name in names})
 
     def _sums_of_channels(self, left: Tensor, rights: Sequence[Tensor], rows: range) -> Tensor:
-        """Return rows of sums over all channels, one for each of ``rights`` (n, B, R, W).
+        """Sum left[i, c] alpha[i, j] right[j, c] over c for each of ``rights``, (n, B, R, W).
 
-        They are the sums over c of left[i, c] alpha[i, j] right[j, c].
         Heads of a group share q . k, which multiplies one sum over the group's channels.
         """
         if not self._are_shared:
