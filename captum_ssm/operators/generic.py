@@ -36,7 +36,7 @@ def transpose(operator: Operator, u: Tensor) -> Tensor:
                     ".data there, or define the operator's transpose method."
                 )
             return torch.zeros_like(u)
-        # a copy, because autograd accepts no tensor that was made in inference mode
+        # a copy, because autograd cannot save a tensor that was made in inference mode
         (gradient,) = torch.autograd.grad(out, v, u.clone())
     return gradient
 

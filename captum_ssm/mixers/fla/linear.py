@@ -117,7 +117,7 @@ def fla_based(module: Any, call: Call) -> LinearMixer:
         )
     hidden, heads = mixer_input(module, call), module.num_heads
     q, k = (as_heads(run(p, hidden), heads) for p in (module.q_proj, module.k_proj))
-    eps = _BASED_EPS if module.mode == "parallel" else _ROWS_EPS  # two kernels
+    eps = _BASED_EPS if module.mode == "parallel" else _ROWS_EPS  # of its kernel
     path = Path(run(module.v_proj, hidden), heads=heads)
     return _linear_attention(path, _taylor_features(q), _taylor_features(k), eps).to(module.o_proj)
 

@@ -67,7 +67,7 @@ def run(dt: Tensor, a: Tensor, b: Tensor, c: Tensor, x: Tensor, *, transposed: b
     key, read = (c, b) if transposed else (b, c)
     states = power_of_two(a.shape[1])
     block = min(_COLUMNS // states, power_of_two(heads))  # channels per program
-    with device_of(x):  # the index is the grid of programs
+    with device_of(x):  # compiled()[grid of programs](arguments)
         compiled()[(-(-heads // block), stack * batch)](
             *(dt, a, key, read, x, out),
             *(batch, tokens, heads, a.shape[1], heads // b.shape[3]),

@@ -104,7 +104,7 @@ class ScanSteps:
         count, state = len(values), self.carried
         order = slice(count - 1, None, -1) if self.transposed else slice(count)
         steps = zip(self.decay_by_step[order], self.state_by_step[order], strict=True)
-        if values.stride(-1) == 0 and keys.shape[-1] == 1:  # the same for all channels: expanded
+        if values.stride(-1) == 0 and keys.shape[-1] == 1:  # expanded: the same for all channels
             written = (values[..., :1] * keys).unbind()
             for (decay, out), term in zip(steps, written[order], strict=True):
                 state = torch.addcmul(term, decay, state, out=out)

@@ -91,7 +91,7 @@ def delta_chunk(
         before = since if decayed else torch.cat([torch.ones_like(total), since[..., :-1, :]], -2)
         q_since, e_since = query * since, erase * before
     q_gram, e_gram, f_until = by_column[0]
-    # w[i] depends on earlier w: a triangular system with ones on the diagonal
+    # w[i] depends on earlier w: a triangular system, whose inverse is in each factor below
     inverse = unit_lower_inverse(e_gram)
     within, writes = q_gram @ inverse, inverse.mT @ f_until
     reads = q_since - within @ e_since

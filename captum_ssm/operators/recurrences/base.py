@@ -151,8 +151,7 @@ class ChunkedHeads(Recurrent, HeadOperator):
 
     def entries(self, left: Tensor, band: Band, rows: range, by_head: bool = False) -> Strip:
         """Compute the rows, for all lags in one pass over the chunks if that is faster."""
-        # the base class takes one pass for each lag, but maps only one channel of a head if the
-        # factors are common to all channels
+        # the base class takes a pass for each lag, but maps one channel per head if factors allow
         common = (per_head_factors(left, x, self.shape) is not None for x in band.values())
         if by_head or len(band) == 1 or any(common):
             return super().entries(left, band, rows, by_head)
