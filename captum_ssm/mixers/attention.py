@@ -50,7 +50,7 @@ def hf_attention(module: Any, call: Call) -> LinearMixer:
 def _mixer_of(module: Any, inputs: _AttentionCall, gate: Tensor) -> LinearMixer:
     """Return the mixer, given ``inputs`` of the attention function and the gate (B, L, H P)."""
     pairs, gate_key = _visible_pairs(module, inputs), ("gate", type(module))
-    if pairs is not None and are_noted(gate):  # on a GPU, read their properties together
+    if pairs is not None and are_noted(gate):  # on a GPU, read properties of both together
         read_pairs(pairs, gate_key, lambda: (gate == 1).all())
     query, key, values = (x.transpose(1, 2) for x in (inputs.query, inputs.key, inputs.value))
     path = Path(values).attend(query, key, inputs.scaling, pairs)

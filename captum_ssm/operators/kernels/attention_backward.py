@@ -161,7 +161,7 @@ class _JoinNeighbors(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, reads: Tensor, writes: Tensor, total: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(reads, writes, total)
-        ctx.fades = total.is_cpu and bool(total.amin() < math.sqrt(_tiny(total)))
+        ctx.fades = total.is_cpu and bool(total.amin() < math.sqrt(_tiny(total)))  # see _tiny
         (reads0, reads1), (writes0, writes1) = _halves(reads), _halves(writes)
         total0, total1 = _halves(total)
         return (
