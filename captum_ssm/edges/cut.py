@@ -92,8 +92,8 @@ class KnockOut(Protocol):
     def record_matched(self, edges: Iterable[Edges]) -> None:
         """Record edges that matched a mixer; at the run's end, an unmatched kind is an error."""
 
-    def given_tokens(self, layer: str, call_number: int) -> tuple[tuple[int, int], Tensor]:
-        """Return the input's size (B, L), and the input position of each mixer token (B, L')."""
+    def input_positions(self, mixer_name: str, call_number: int) -> tuple[tuple[int, int], Tensor]:
+        """Return the input's size (B, L), and the tokens' positions in it (B, L'), -1 for none."""
 
 
 class CutCall:
@@ -107,7 +107,7 @@ class CutCall:
         self.acting, self.inner = acting, acting[-1]
         args, kwargs, output = (detached(x) for x in (call.args, call.kwargs, call.output))
         self.call = replace(call, args=args, kwargs=kwargs, output=output)
-        self.hidden, self.output = call.hidden_states, call.output_tensor
+        self.hidden, self.output = call.hidden_states, call.output_tensor  # with their graph
         self.edges: dict[Kind, list[Edges]] = {}
         self._pairs_of_edges: dict[tuple[Kind, tuple[Edges, ...]], list[Pairs]] = {}
         for knock_out in acting:
@@ -123,7 +123,7 @@ class CutCall:
             return {
                 kind: self._message(kind, self._pairs(kind))
                 for kind in self.edges
-                if not kind.selection
+                if not kind.selection  # with selection, donor_inputs are the replacements
             }
 
     def cut_output(self) -> Tensor | None:
@@ -137,9 +137,10 @@ class CutCall:
             if cut_messages:
                 unprojected = sum_tensors(cut_messages).flatten(-2)
                 decrease = self._as_returned(projection_of(self.linear).product(unprojected))
+            # whole outputs become exactly 0; a difference would leave rounding errors
             whole_kinds = [k for k in self.edges if k.is_whole]
             silent = [pairs.targets.any(0) for kind in whole_kinds for pairs in self._pairs(kind)]
-            mask = torch.stack(silent).any(0) if silent else None
+            mask = torch.stack(silent).any(0) if silent else None  # (B, L)
         out = self.output
         if decrease is not None and bool(decrease.any()):
             out = _Without.apply(out, decrease)  # type: ignore[no-untyped-call]
@@ -151,6 +152,7 @@ class CutCall:
     @functools.cached_property
     def linear(self) -> LinearMixer:
         """The linear form of the mixer in this call, checked against the module's output."""
+        # a record of only this call: 0 bytes for operators, and whether to check them
         record = Trace(0, self.inner.verify is not False)
         layer = Layer(record.linearize, self.mixer, self.call, None)
         record.layers.append(layer)
@@ -162,7 +164,7 @@ class CutCall:
     def _drop_other_kinds(self) -> None:
         """Drop edges whose ``layers`` is ``"attention"`` or ``"ssm"`` and excludes this mixer."""
         if all(e.is_of_kind(True) and e.is_of_kind(False) for s in self.edges.values() for e in s):
-            return
+            return  # no edges name a kind, so the mixer is not linearized here
         attention = is_attention(self.linear)
         of_this_kind = {k: [e for e in s if e.is_of_kind(attention)] for k, s in self.edges.items()}
         self.edges = {kind: edges for kind, edges in of_this_kind.items() if edges}
@@ -172,13 +174,13 @@ class CutCall:
     @functools.cached_property
     def _tokens(self) -> tuple[tuple[int, int], Tensor | None]:
         """Return the input's (B, L), and mixer tokens' positions in the input, or None if equal."""
-        if self.linear.map is not None:
+        if self.linear.map is not None:  # an image: positions count the mixer's own tokens
             shape = self.linear.operator.shape
             return (shape.batch, shape.tokens), None
         all_edges = [e for s in self.edges.values() for e in s]
         if all(e.sources is None and e.targets is None for e in all_edges):
             return (self.hidden.shape[0], self.hidden.shape[1]), None
-        size, places = self.inner.given_tokens(self.mixer.name, self.call_number)
+        size, places = self.inner.input_positions(self.mixer.name, self.call_number)
         in_order = places.shape == size and torch.equal(places, torch.arange(size[1]).expand(size))
         return size, None if in_order else places
 
@@ -204,7 +206,7 @@ class CutCall:
                     and earlier_heads is not None
                     and not set(heads) & set(earlier_heads)
                 ):
-                    continue
+                    continue  # no message in common
                 if (kind.is_whole and earlier.by is None) or (earlier.is_whole and kind.by is None):
                     continue  # nothing is left either way
                 if _share_a_pair(self._pairs(kind), self._pairs(earlier)):
@@ -227,10 +229,10 @@ class CutCall:
         key = self.mixer.module, self.call_number
         sent = kind.by.donor_messages.get(key, {}).get(kind)
         if sent is None or sent.shape[1:] != cut.shape[1:] or len(sent) not in (1, len(cut)):
-            what = "does not run the layer" if sent is None else f"has {tuple(sent.shape[:2])}"
+            problem = "does not run the layer" if sent is None else f"has {tuple(sent.shape[:2])}"
             raise InputError(
-                f"Layer {self.mixer.name!r}: the run on the replace input {what}, but this run has "
-                f"(B, L) = {tuple(cut.shape[:2])}. Pass replace with {cut.shape[1]} tokens."
+                f"Layer {self.mixer.name!r}: the run on the replace input {problem}, but this run "
+                f"has (B, L) = {tuple(cut.shape[:2])}. Pass replace with {cut.shape[1]} tokens."
             )
         return cut - sent
 
@@ -238,7 +240,7 @@ class CutCall:
         """Sum the messages along pairs; with ``replace="mean"``, minus the mean token's message."""
         linear, values = self.linear, None
         if kind.by is not None and kind.by.replacement == "mean":
-            values = linear.values - _mean(linear.values, linear.mask)
+            values = linear.values - _mean(linear.values, linear.mask)  # messages are linear
         return sum_messages(linear, pairs, kind.share, self.mixer.name, values)
 
     def _decrease_with_selection(self, kind: Kind, pairs: Sequence[Pairs]) -> Tensor:
@@ -249,7 +251,7 @@ class CutCall:
         linear, hidden = self.linear, self.hidden.detach()
         replacement = torch.zeros_like(hidden)
         if kind.by is not None and kind.by.replacement == "mean":
-            replacement = replacement + _mean(hidden[..., None], linear.mask)[..., 0]
+            replacement = replacement + _mean(hidden[..., None], linear.mask)[..., 0]  # (B, 1, E)
         elif kind.by is not None:
             recorded = kind.by.donor_inputs.get((self.mixer.module, self.call_number))
             if recorded is None or recorded.shape[1:] != hidden.shape[1:]:
@@ -263,9 +265,8 @@ class CutCall:
         unchanged, decrease = linear.operator.affine(linear.values), torch.zeros_like(linear.values)
         for products in pairs:
             for targets, sources in zip(*products, strict=True):
-                is_source = self._as_returned(
-                    sources.to(hidden.device, torch.float32)[..., None]
-                ).bool()
+                mask = sources.to(hidden.device, torch.float32)[..., None]
+                is_source = self._as_returned(mask).bool()
                 call = _with_hidden(self.call, torch.where(is_source, replacement, hidden))
                 linear_without = linearize(self.mixer, call, running=True)
                 changed = linear_without.operator.affine(linear_without.values)
@@ -276,11 +277,12 @@ class CutCall:
         """Raise if a causal mixer's targets all precede their sources, so there are no messages."""
         for edges in self.edges[kind]:
             if edges.sources is None or kind.share.without is not None:
-                continue
+                continue  # the part of a message that belongs to a component may be 0
             pairs = self._pairs(kind, [edges])
             if not pairs or any(_has_pair_along_time(each_pairs) for each_pairs in pairs):
                 continue
             have_tokens = any(bool((p.targets.any(-1) & p.sources.any(-1)).any()) for p in pairs)
+            # by=None: without replacements, which may equal the messages
             if have_tokens and not bool(self._message(kind._replace(by=None), pairs).any()):
                 raise QueryError(
                     f"Layer {self.mixer.name!r} reads only earlier tokens, but of the edges from "
@@ -330,13 +332,13 @@ def _mean(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _share_a_pair(first: Sequence[Pairs], second: Sequence[Pairs]) -> bool:
-    """Return True if some pair of tokens is in both ``one`` and ``other``."""
+    """Return True if, in some example, two products overlap in targets and also in sources."""
     return any(
-        bool((a.targets[r] & t).any(-1).logical_and((a.sources[r] & s).any(-1)).any())
-        for a in first
-        for r in range(len(a.targets))
-        for b in second
-        for t, s in zip(*b, strict=True)
+        bool(((p.targets[r] & targets).any(-1) & (p.sources[r] & sources).any(-1)).any())
+        for p in first
+        for r in range(len(p.targets))
+        for q in second
+        for targets, sources in zip(*q, strict=True)
     )
 
 

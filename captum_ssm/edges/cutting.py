@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -126,6 +125,7 @@ class _KnockOut(Watcher):
 
     def __post_init__(self) -> None:
         mixers = registered_mixers(self.model)
+        #: Whether edges name only single mixers, so that no other module needs an adapter.
         self.vouched = all(_lists_mixers(edge_set, mixers) for edge_set in self.edges)
         if not self.vouched:
             mixers = find_mixers(self.model)
@@ -135,6 +135,7 @@ class _KnockOut(Watcher):
         for edge_set in self.edges:
             for mixer in edge_set.chosen(self.mixers):
                 self.edges_of.setdefault(mixer.module, []).append(edge_set)
+        # this one will act for all active ones, so it needs the tokens of their edges, too
         acting = (*_active.get(), self)
         by_token = [
             m for m in self.mixers if any(_names_tokens(k.edges_of, m.module) for k in acting)
@@ -172,12 +173,10 @@ class _KnockOut(Watcher):
         unwatched = self._state()
         modules = {outer for m in self.mixers for outer in (m.module, *m.around)}
         for module in modules:
-            pre_hook = hooked(
-                module.register_forward_pre_hook, self._enter, prepend=True, with_kwargs=True
-            )
-            stack.enter_context(pre_hook)
-            register = functools.partial(hooked, module.register_forward_hook)
-            stack.enter_context(register(self._leave, always_call=True))
+            # before other pre-hooks, which the run that maps tokens calls on the same arguments
+            register = module.register_forward_pre_hook
+            stack.enter_context(hooked(register, self._enter, prepend=True, with_kwargs=True))
+            stack.enter_context(hooked(module.register_forward_hook, self._leave, always_call=True))
         observe(self.model, self.mixers, (self,), stack, gradients=False, vouched=self.vouched)
         stack.callback(self._forget)
         self._states = unwatched, self._state()
@@ -191,7 +190,7 @@ class _KnockOut(Watcher):
         return _looks_away.get()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count nested calls; at the outermost one, map each mixer's tokens to the input tokens."""
+        """Count nested calls; if an outermost call begins, map mixers' tokens to input tokens."""
         if self.looks_away:
             return
         if self._depth == 0:
@@ -225,7 +224,7 @@ class _KnockOut(Watcher):
         """Raise at the end of a run if edges name a kind of mixer and no such mixer ran."""
         if self.looks_away:
             return
-        self._depth = max(0, self._depth - 1)
+        self._depth = max(0, self._depth - 1)  # the ``with`` may begin inside a call
         if self._depth == 0 and output is not None:  # else the call failed
             unmatched = [e for es in self.edges_of.values() for e in es if e not in self._matched]
             kind = next((e.layers for e in unmatched if e.layers in KINDS), None)
@@ -261,14 +260,17 @@ class _KnockOut(Watcher):
             return CutCall(mixer, call, call_number, acting).cut_output()
         return None
 
-    def given_tokens(self, layer: str, call_number: int) -> tuple[tuple[int, int], Tensor]:
-        """Return the input's (B, L), and each mixer token's input position (B, L'), or -1."""
-        places = None if self._given is None else self._given.places.get((layer, call_number))
+    def input_positions(self, mixer_name: str, call_number: int) -> tuple[tuple[int, int], Tensor]:
+        """Return the input's size (B, L), and the input position of each token of a mixer call.
+
+        Positions are (B, L'), -1 for an inserted token. Raise InputError if they are unknown.
+        """
+        places = None if self._given is None else self._given.places.get((mixer_name, call_number))
         if self._given is None or places is None:
             raise InputError(
-                f"Layer {layer!r}: sources and targets are positions in the model's input, but the "
-                "layer's tokens were not found there. Leave sources and targets out to cut the "
-                "whole layer, or call the model with the tokens that its layers read."
+                f"Layer {mixer_name!r}: sources and targets are positions in the model's input, "
+                "but the layer's tokens were not found there. Leave sources and targets out to cut "
+                "the whole layer, or call the model with the tokens that its layers read."
             )
         return self._given.size, places
 
@@ -285,9 +287,9 @@ def _names_tokens(edges_of: Mapping[nn.Module, Sequence[Edges]], mixer: nn.Modul
 
 
 def _lists_mixers(edges: Edges, mixers: Sequence[Mixer]) -> bool:
-    """Return True if ``layers`` lists single mixers; all other mixers then need no adapter.
+    """Return True if ``layers`` names single mixers only; other mixers then need no adapter.
 
-    A number, kind or family may select a mixer without an adapter, which raises an error.
+    A number, kind or family may select a mixer without an adapter, which must raise an error.
     """
     layers = edges.layers
     entries = layers if isinstance(layers, list | tuple) else [layers]

@@ -134,7 +134,8 @@ class EdgeEffects(Explainer):
         verify = checks.tolerance("verify", verify)
         question = Against(target, contrast)
 
-        def explain(request: Request, _: Sequence[Any], cut: BatchPart) -> list[Effects]:
+        def explain(request: Request, _: Sequence[Any], part: BatchPart) -> list[Effects]:
+            """Return the effects of the only part, the whole batch, for the only question."""
             request = replace(request, verify=verify is not False)
             run = functools.partial(self._run_once, request, question, verify)
             return [first_that_fits(run, self.recompute)]
@@ -183,12 +184,12 @@ class EdgeEffects(Explainer):
         effects = self.attribute(tensor, target, additional, contrast=contrast)
         model = find_model(self.forward_func, self.model)
         run = Interventions(
-            *(self.forward_func, model, tensor, additional, target, contrast),
-            at_a_time=at_a_time,
-            tokens=effects.tokens,
-        )
+            self.forward_func, model, inputs=tensor, additional=additional, target=target,
+            contrast=contrast, at_a_time=at_a_time, tokens=effects.tokens,
+        )  # fmt: skip
         with torch.inference_mode(False):
             before = run.numbers().cpu().double()
+            # true effects are differences of numbers of this size, with an error of a few units
             rounding = 4 * torch.finfo(effects.output.dtype).eps * float(before.abs().max())
             if edges is None:
                 sampled_edges = sampled(effects, samples, checks.integer("seed", seed))
@@ -200,45 +201,48 @@ class EdgeEffects(Explainer):
             batch = len(tensor)
             losses = [before - run.numbers(edge).cpu().double() for edge in edges]
             estimates = [effects.of(edge).cpu().double() for edge in edges]
+        # one entry for each of the edges and each example
         examples = [example for _ in edges for example in range(batch)]
         repeated = [edge for edge in edges for _ in range(batch)]
         return Truth(repeated, examples, torch.cat(estimates), torch.cat(losses), rounding)
 
     def _run_once(
-        self, request: Request, question: Against, verify: bool | float, again: bool
+        self, request: Request, question: Against, verify: bool | float, recompute: bool
     ) -> Effects:
         """Run the model forward and backward once; return the layers' gradients as Effects.
 
-        With ``again`` blocks run again in the backward pass.
+        With ``recompute`` blocks run again in the backward pass, and operators are not kept.
         """
         by_rule, norm_calls = self.rule is not None, None
         mixers = find_mixers(request.model, request.layers)
         with ExitStack() as stack:
             stack.enter_context(repaired_scans())
             stack.enter_context(graphs_dropped(request.model))
+            # with a rule, `coefficients` takes gradients in a second run
             stack.enter_context(torch.set_grad_enabled(not by_rule))
             with ExitStack() as during_run:
-                if again and not by_rule:
+                if recompute and not by_rule:
                     during_run.enter_context(checkpointed(request.model, mixers))
                 if self.exact_norms:
                     norm_calls = NormCalls(request.model, mixers, during_run)
                 graph: Graph = "none" if by_rule else "outputs"
-                run = traced(replace(request, graph=graph, operators=not again))
+                run = traced(replace(request, graph=graph, operators=not recompute))
             index = target_index(question.target, run.output)
             require_real_target(index, run.output, run.mask)
             if by_rule:
-                ((value, gradients),) = coefficients(request, [question], self.rule, again)
+                ((value, gradients),) = coefficients(request, [question], self.rule, recompute)
             else:
                 value, _ = contrasted(run.output, question.target, question.contrast)
-                # the second field is for folds only
-                fold_question = Question(question.target, torch.zeros_like(value), value)
+                # weights are for folds only
+                weights = torch.zeros_like(value)
+                fold_question = Question(question.target, weights, selected=value)
                 outputs = [layer.output for layer in run.layers]
                 names = [layer.name for layer in run.layers]
-                if again:  # blocks run once more as they did
+                if recompute:  # blocks run once more, and must find the changes of the first run
                     observe(request.model, mixers, (), stack, gradients=True, vouched=True)
                 gradients = replace(run, questions=[fold_question]).gradients(outputs, names)
         layers = []
-        norms_of: Sequence[Sequence[NormReader]] = [()] * len(gradients)
+        norms_of: Sequence[Sequence[NormReader]] = [()] * len(gradients)  # none: first order
         if norm_calls is not None:
             norms_of = norm_calls.of_layers(run.layers, gradients)
         for layer, gradient, norms in zip(run.layers, gradients, norms_of, strict=True):
@@ -246,10 +250,10 @@ class EdgeEffects(Explainer):
             linear = layer.written
             gradient = layer.in_order(gradient).to(linear.values)
             readers = Readers(layer, norms) if norms else None
-            source = functools.partial(_linear_again, run.record, layer) if again else linear
+            source = functools.partial(_linear_again, run.record, layer) if recompute else linear
             layers.append(LayerEffects(layer.mixer, source, gradient, readers))
         require_alone(run, verify, [(question, value.detach())])
-        if request.inputs.dim() == 4:
+        if request.inputs.dim() == 4:  # an image
             tokens = layers[0].linear.operator.shape.tokens
         else:
             tokens = request.inputs.shape[1]
@@ -257,5 +261,5 @@ class EdgeEffects(Explainer):
 
 
 def _linear_again(record: Trace, layer: Layer) -> LinearMixer:
-    """Build a layer's linear mixer again, with ``record``, to which the layer refers weakly."""
+    """Build a layer's linear mixer again; ``record``, held weakly by the layer, caches the last."""
     return layer.written

@@ -93,7 +93,8 @@ class LayerEffects:
     def _factors_of(self, gradient: Tensor) -> list[tuple[Tensor, Operator]]:
         """Return pairs of a factor (B, L, H, P) and a channelwise operator, for effects.
 
-        effect[i, j] sums factor[i] operator[i, j] values[j] over pairs, heads and channels.
+        effect[i, j] sums factor[i] operator[i, j] values[j] over pairs, heads and channels. Local
+        parts, which act last and within tokens, become part of the factor by their transposes.
         """
         products = locals_and_cores(self.linear.operator, like=self.linear.values)
         return [
@@ -102,7 +103,7 @@ class LayerEffects:
         ]
 
     def _unprojected_gradient_at(self, index: Tensor) -> Tensor:
-        """Return the gradient before the projection, (B, L, H, P), with zeros outside ``index``."""
+        """Unproject only the gradients at ``index`` (B, Q); return (B, L, H, P), 0 elsewhere."""
         weight = projection_of(self.linear).weight
         example = torch.arange(len(index), device=index.device)[:, None]
         unprojected = weight.new_zeros(*self.gradient.shape[:2], len(weight))
@@ -119,7 +120,7 @@ class LayerEffects:
         effects = values.new_zeros(*index.shape, values.shape[1])
         for stack in in_stacks(range(index.shape[1]), values.numel(), values.device):
             targets = index[:, stack.start : stack.stop].T
-            weighted = sum_tensors(
+            weighted = sum_tensors(  # (Q, B, L, H, P)
                 core.unit_rows(targets, at_positions(factor, targets)) * values
                 for factor, core in factors
             )
@@ -134,13 +135,14 @@ class LayerEffects:
     @torch.no_grad()
     def strips(self, rows: range) -> Iterator[tuple[range, Tensor]]:
         """Yield chunks of :meth:`matrix`: a range of R targets, and their effects (B, R, L)."""
-        linear, gradient = self.linear, self._unprojected_gradient if self.readers is None else None
+        linear = self.linear
+        gradient = self._unprojected_gradient if self.readers is None else None
         batch, tokens = linear.operator.shape[:2]
         factors = [] if gradient is None else self._factors_of(gradient)
         for chunk in slices(rows, _ROWS):
             targets = range(chunk.start, chunk.stop)
             if self.readers is None:
-                by_factor = [
+                by_factor = [  # {0: values}: columns are multiplied with values, at lag 0
                     core.entries(factor, {0: linear.values}, targets).full(tokens)
                     for factor, core in factors
                 ]
@@ -154,6 +156,7 @@ class LayerEffects:
         """Return the effects of each source, summed over targets, (B, L)."""
         if self.readers is not None:
             return self._summed(1)
+        # the sum over i of <gradient[i], operator[i, j] values[j]>
         sent = self.linear.operator.transpose(self._unprojected_gradient)
         return (sent * self.linear.values).sum((-1, -2))
 
@@ -188,7 +191,7 @@ class LayerEffects:
         if not edges.is_of_kind(is_attention(self.linear)):
             return self.gradient.new_zeros(len(self.gradient))
         pairs = pairs_of([edges], size, given, by_target=share.constants)
-        if share.is_whole:
+        if share.is_whole:  # no relations, so pairs_of yields one product
             ((targets, _),) = pairs
             keep = targets[0].to(self.gradient)[..., None]
             return self._effect_of_subtracting(self.linear.output() * keep)
@@ -202,7 +205,8 @@ class LayerEffects:
         if self.readers is None:
             return (self.gradient * lost).flatten(1).sum(1)
         positions = torch.arange(lost.shape[1], device=lost.device).expand(len(lost), -1)
-        return self.readers.effects(lost[:, :, None], positions).flatten(1).sum(1)
+        messages = lost[:, :, None]  # one per target, (B, L, 1, E)
+        return self.readers.effects(messages, positions).flatten(1).sum(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,14 +264,15 @@ class Effects:
             layers: as in :meth:`matrix`. Default: None, all.
         """
 
-        def of(layer: LayerEffects) -> Tensor:
+        def rows_of(layer: LayerEffects) -> Tensor:
+            """Return one layer's effects, with sources counted in the tokens that it reads."""
             tokens = layer.linear.operator.shape.tokens
             size = len(layer.gradient), tokens if self.given is None else self.tokens
             return layer.rows(
                 self._layer_positions(query_index(positions, size, layer.gradient.device))
             )
 
-        return self._at_input_tokens(self._total(layers, of).mT).mT
+        return self._at_input_tokens(self._total(layers, rows_of).mT).mT
 
     def by_layer(self) -> Tensor:
         """Return the sum of all effects in each of N layers, (N, B)."""
@@ -322,15 +327,15 @@ class Effects:
             layer_index, tokens = self.layers.index(layer), layer.linear.operator.shape.tokens
             for rows, strip in layer.strips(range(tokens)):
                 flat = strip.flatten(1)
-                size, places = flat.abs().topk(min(count, flat.shape[1]))
+                sizes, places = flat.abs().topk(min(count, flat.shape[1]))
                 for b in range(batch):
                     threshold = abs(best[b][-1].effect) if len(best[b]) == count else 0.0
-                    for place, strength in zip(places[b].tolist(), size[b].tolist(), strict=True):
+                    for place, strength in zip(places[b].tolist(), sizes[b].tolist(), strict=True):
                         if strength <= threshold:
                             break
-                        effect = float(flat[b, place])
+                        target, source = rows[place // tokens], place % tokens
                         edge = self.edge(
-                            b, layer_index, rows[place // tokens], place % tokens, effect
+                            b, layer_index, target, source, effect=float(flat[b, place])
                         )
                         best[b] += [] if edge is None else [edge]
                     best[b] = sorted(best[b], key=lambda e: -abs(e.effect))[:count]
@@ -391,7 +396,7 @@ class Effects:
         unread = index[~match.any(-1)]
         if len(unread):
             raise InputError(f"positions: no layer reads token {int(unread[0])}. Leave it out.")
-        return match.int().argmax(-1)
+        return match.int().argmax(-1)  # the first of the layers' tokens at each position
 
     def edge(
         self, example: int, layer: int, target: int, source: int, effect: float
@@ -406,7 +411,5 @@ class Effects:
             target, source = (int(self.given[example, token]) for token in (target, source))
             if min(target, source) < 0:
                 return None
-        layer_effects = self.layers[layer]
-        return Edge(
-            layer, layer_effects.name, target, source, effect, layer_effects.readers is None
-        )
+        at_layer = self.layers[layer]
+        return Edge(layer, at_layer.name, target, source, effect, at_layer.readers is None)

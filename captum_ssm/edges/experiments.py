@@ -150,11 +150,11 @@ def knockout_windows(
         return logits_of(call_model(forward_func, tensor, additional))
 
     with torch.inference_mode(False), torch.no_grad():
-        output, recorded = _run_and_record(module, run)
+        output, parts = _run_and_record(module, run)
         index = _answer_index(target, output)
-        mask = next((ran.mask for ran in recorded.values() if ran.mask is not None), None)
+        mask = next((part.mask for part in parts.values() if part.mask is not None), None)
         require_real_target(index, output, mask)
-        mixers = _mixers_that_ran(module, recorded, layers)
+        mixers = _mixers_that_ran(module, parts, layers)
         probabilities = []
         for sources in kinds.values():
             for i in range(len(mixers)):
@@ -233,7 +233,7 @@ def parts_off(
     checks.flags(heads=heads)
     module = find_model(model)
     with torch.inference_mode(False), torch.no_grad():
-        returned, recorded = _run_and_record(module, score)
+        returned, parts = _run_and_record(module, score)
         plain = _score(returned)
 
         def without(*edges: Edges) -> Tensor:
@@ -241,14 +241,14 @@ def parts_off(
                 return _score(score())
 
         kinds: dict[str, list[str]] = {}
-        for mixer, ran in recorded.items():
-            kinds.setdefault("attention" if ran.is_attention else "ssm", []).append(mixer.name)
+        for mixer, part in parts.items():
+            kinds.setdefault("attention" if part.is_attention else "ssm", []).append(mixer.name)
         by_kind = {kind: without(Edges(names)) for kind, names in sorted(kinds.items())}
-        mixers = _mixers_that_ran(module, recorded, layers)
+        mixers = _mixers_that_ran(module, parts, layers)
         by_layer = {mixer.name: without(Edges(mixer.name)) for mixer in mixers}
         by_head = {
             mixer.name: torch.stack(
-                [without(Edges(mixer.name, heads=head)) for head in range(recorded[mixer].heads)]
+                [without(Edges(mixer.name, heads=head)) for head in range(parts[mixer].heads)]
             )
             for mixer in (mixers if heads else ())
         }
@@ -276,7 +276,7 @@ class _PartRecorder(Watcher):
         self.parts: dict[Mixer, _Part] = {}
 
     def returned(self, mixer: Mixer, call: Call) -> None:
-        if mixer not in self.parts:
+        if mixer not in self.parts:  # its first call
             with torch.no_grad(), full_precision(call.output_tensor.device):
                 linear = linearize(mixer, call, running=True)
             heads = linear.operator.shape.heads
@@ -301,8 +301,8 @@ def _mixers_that_ran(model: nn.Module, parts: Mapping[Mixer, _Part], layers: Lay
     selected = {mixer.module for mixer in edges.chosen(find_mixers(model))}
     mixers = [
         mixer
-        for mixer, recorded in parts.items()
-        if mixer.module in selected and edges.is_of_kind(recorded.is_attention)
+        for mixer, part in parts.items()
+        if mixer.module in selected and edges.is_of_kind(part.is_attention)
     ]
     if not mixers:
         raise NoMixerError(
@@ -313,7 +313,10 @@ def _mixers_that_ran(model: nn.Module, parts: Mapping[Mixer, _Part], layers: Lay
 
 
 def _window(middle: int, size: int, count: int) -> range:
-    """Return the indices of ``size`` of ``count`` layers around one layer; fewer at the ends."""
+    """Return the indices of ``size`` of ``count`` layers around one layer; fewer at the ends.
+
+    The middle is the second of two middle layers if ``size`` is even.
+    """
     return range(max(0, middle - size // 2), min(count, middle + (size + 1) // 2))
 
 
@@ -334,7 +337,7 @@ def _probabilities(output: Tensor, index: Tensor) -> Tensor:
     """Return the probabilities of the answers, (B,), in float64."""
     example = torch.arange(len(output), device=output.device)
     entries = output[(example, *index[:, :-1].unbind(-1))].detach().cpu().double()  # (B, V)
-    return contrasted(entries, index[:, -1].tolist(), "all")[0].exp()
+    return contrasted(entries, index[:, -1].tolist(), "all")[0].exp()  # "all": log-probability
 
 
 def _score(returned: Any) -> Tensor:

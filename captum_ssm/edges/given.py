@@ -93,6 +93,7 @@ def given_tokens(
     Raises:
         TrainingModeError: when a module is random.
     """
+    # outside same_for_copies: no known mapping, and a list that nobody reads
     mappings_of_run, known_mappings, copies = _copies.get(([], iter(()), 0))
     for mapping in known_mappings:  # inside same_for_copies: the next one, of this call
         return mapping.repeated(copies)
@@ -138,10 +139,10 @@ def _map_tokens(
     If the arguments have no ids or embeddings, positions count the first mixer's tokens.
     """
     sequence = _input_sequence(arguments)
-    start = torch.empty(0) if sequence is None else sequence
+    start = torch.empty(0) if sequence is None else sequence  # empty: no ids equal it
 
     def call(start: Tensor) -> Tensor:
-        """Run the module, for its hooks, with ``start`` in place of the input sequence."""
+        """Run the module, only for its hooks, with ``start`` in place of the input sequence."""
 
         def replaced(x: Any) -> Any:
             if hasattr(x, "get_seq_length"):  # a cache, which the run writes to
@@ -164,8 +165,9 @@ def _map_tokens(
     replays = Replays(layers, beginning, call, start, vouched=vouched)
     replays.settle_every_hook()  # hooks after mixers may mix tokens, too
     root = replays.root
+    # if the embeddings have other tokens, too, put noise at the input
     if sequence is not None and root is not None and root.shape[1] != sequence.shape[1]:
-        replays.root = start  # the embeddings have other tokens, too: put noise at the input
+        replays.root = start
     positions_by_layer = tokens_read(replays)
     if sequence is None:  # positions count the tokens of the first mixer
         if replays.root is not None and positions_by_layer[0] is None:
@@ -182,13 +184,16 @@ def _map_tokens(
 
 
 def _positions_in_first(positions: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Convert each layer's input positions (B, L') to positions in the first layer, or -1."""
+    """Convert input positions (B, L') of each layer to the first layer's tokens, or -1.
+
+    The inverse of the first layer's map is stored in ``index_of``, by example and position.
+    """
     of_first = positions[0]
     assert of_first is not None
     absent = max(int(x.max()) for x in positions if x is not None) + 1  # in place of -1
     index = torch.arange(of_first.shape[1], device="cpu").expand_as(of_first)
     index_of = torch.full((len(of_first), absent + 1), -1, device="cpu")
-    index_of.scatter_(1, of_first.where(of_first >= 0, absent), index)  # index_of[b, position]
+    index_of.scatter_(1, of_first.where(of_first >= 0, absent), index)
     index_of[:, absent] = -1
     return [x if x is None else index_of.gather(1, x.where(x >= 0, absent)) for x in positions]
 
@@ -208,7 +213,7 @@ class _Recording(Watcher):
 
     def __init__(self) -> None:
         self.record = Trace()
-        self._pending: list[Layer] = []
+        self._pending: list[Layer] = []  # the mixers returned, but other hooks still run
 
     def returned(self, mixer: Mixer, call: Call) -> None:
         args, kwargs, output = (detached(x) for x in (call.args, call.kwargs, call.output))
@@ -218,6 +223,7 @@ class _Recording(Watcher):
         self._pending.append(layer)
 
     def left(self, mixer: Mixer, output: Any) -> None:
+        """Store the output after all other hooks, if they changed it."""
         layer, returned = self._pending.pop(), in_batch(first_tensor(output)).detach()
         factor = layer.hook_factor(returned)
         if factor is not None:

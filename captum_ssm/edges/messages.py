@@ -38,6 +38,7 @@ class MessageShare(NamedTuple):
 
 def share_of(edges: Edges) -> MessageShare:
     """Return the components and heads that edges select, as a :class:`MessageShare`."""
+    # without sources the whole output is cut; with selection the mixer is computed again
     constants = edges.sources is None and not edges.relations and not edges.selection
     return MessageShare(edges.without, edges.head_numbers, constants)
 
@@ -74,9 +75,9 @@ def sum_messages(
     for targets, sources in pairs:
         targets, sources = (x.to(values.device)[..., None, None] for x in (targets, sources))
         for rows in in_stacks(range(len(targets)), values.numel(), values.device):
-            chunk = slice(rows.start, rows.stop)
+            chunk = slice(rows.start, rows.stop)  # r rows in one call: (r, B, L, H, P)
             for sign, operator in operators:
-                if share.constants:  # a target loses all that it receives, so sources do not matter
+                if share.constants:  # each target, in one row only, loses all that it receives
                     received = operator.affine(values) if of_mixer else operator.apply(values)
                 else:
                     received = operator.apply(values * sources[chunk])
@@ -85,7 +86,7 @@ def sum_messages(
 
 
 def _operator_without(linear: LinearMixer, components: frozenset[str], layer: str) -> Operator:
-    """Return the mixer's operator without some of its components."""
+    """Return the mixer's operator with a factor 1, or a summand 0, in place of some components."""
     present = {leaf.component for leaf in linear.operator.leaves()}
     if not components <= present:
         raise OptionError(

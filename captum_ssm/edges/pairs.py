@@ -137,7 +137,7 @@ class Edges:
         if isinstance(self.targets, str):
             relations.append(RELATIONS[self.targets])
         if isinstance(self.sources, str):
-            named = RELATIONS[self.sources]
+            named = RELATIONS[self.sources]  # a relation of the source to the target
             relations.append(lambda target, source: named(source, target))
         functions = (x for x in (self.targets, self.sources) if callable(x))
         return [*relations, *functions]
@@ -236,7 +236,7 @@ def pairs_of(
         QueryError: for positions outside the tokens.
         OptionError: for a relation that does not return booleans.
     """
-    at = torch.arange(size[1]).expand(size) if given is None else given
+    at = torch.arange(size[1]).expand(size) if given is None else given  # input positions
     batch, tokens = at.shape
     masks = [
         (_mask("targets", e.targets, size, at), _mask("sources", e.sources, size, at), e.relations)
@@ -246,12 +246,13 @@ def pairs_of(
         targets, sources, _ = masks[0]
         yield Pairs(targets[None], sources[None])
         return
+    # along the end with fewer tokens there are fewer products
     columns = sum(int(s.sum(1).max()) for _, s, _ in masks)
     rows = sum(int(t.sum(1).max()) for t, _, _ in masks)
     along_sources = columns <= rows and not by_target
     for part in slices(range(tokens), max(1, _PAIRS // max(1, tokens * batch))):
         products = [_products(masks, b, part, at[b], along_sources) for b in range(batch)]
-        count = max(map(len, products))
+        count = max(map(len, products))  # examples with fewer products get empty ones
         if count == 0:
             continue
         targets, sources = (torch.zeros(count, batch, tokens, dtype=torch.bool) for _ in range(2))
@@ -270,8 +271,8 @@ def _products(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return one example's pairs as products of a target mask and a source mask, (L',).
 
-    Only the tokens in the slice ``part`` are used, as sources if ``along_sources``, else as
-    targets. Of these own tokens, all with the same partners at the other end are one product.
+    Own tokens are those in the slice ``part``: sources if ``along_sources``, else targets. All own
+    tokens with the same partners (tokens at the other end) are in one product.
     """
     position = torch.arange(len(positions))
     ends = [(t[example], s[example]) for t, s, _ in masks]
@@ -290,6 +291,7 @@ def _products(
             )
             by_edges &= (positions[target] >= 0)[:, None] & (positions[source] >= 0)
         is_pair |= by_edges
+    # a pattern is a mask of partners, with own tokens as rows
     patterns, pattern_of = torch.unique(
         is_pair.T if along_sources else is_pair, dim=0, return_inverse=True
     )
@@ -311,7 +313,7 @@ def _relation_mask(relation: Relation, target: Tensor, source: Tensor) -> Tensor
     if isinstance(mask, Tensor) and mask.dtype == torch.bool:
         try:
             return mask.expand(size)
-        except RuntimeError:
+        except RuntimeError:  # a wrong shape
             pass
     got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
     raise OptionError(
@@ -329,7 +331,7 @@ def _mask(name: str, tokens: Tokens, size: tuple[int, int], positions: Tensor) -
     if tokens is None or isinstance(tokens, str) or callable(tokens):
         return torch.ones(positions.shape, dtype=torch.bool)
     selected = _positions_mask(name, tokens, size).gather(1, positions.clamp_min(0))
-    return selected & (positions >= 0)
+    return selected & (positions >= 0)  # tokens at -1 are not in the input
 
 
 def _positions_mask(name: str, selected: Any, size: tuple[int, int]) -> Tensor:

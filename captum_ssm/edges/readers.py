@@ -64,12 +64,14 @@ class NormReader(NamedTuple):
         return NormReader(stream, scale, toward, explained, self.eps, self.centered)
 
     def input_gradient(self) -> Tensor:
-        """Return the output's gradient at the norm's input x, (B, L, E)."""
+        """Return the gradient at x, s(x) A'g - s(x)^2 <g, N(x) - constant> c(x) / E, (B, L, E)."""
         along_stream = self.scale.square() * self.explained[..., None] / self.stream.shape[-1]
         return self.scale * self.toward - along_stream * self.stream
 
     def effects(self, messages: Tensor, square: Tensor, index: Tensor) -> Tensor:
         """Return the effects <g, N(x) - N(x - m)> of messages m on the output, (B, q, s).
+
+        With f = s(x) <A'g, m> and r = s(x - m) / s(x), they are r f - (r - 1) <g, N(x) - constant>.
 
         Args:
             messages: the messages m, (B, q, s, E).
@@ -79,10 +81,11 @@ class NormReader(NamedTuple):
         example = torch.arange(len(index), device=index.device)[:, None]
         at_targets = self.map(lambda x: x[example, index])
         along = (messages @ at_targets.stream[..., None])[..., 0] / messages.shape[-1]
+        # growth + 1 = s(x)^2 / s(x - m)^2, as c(x) has mean 0 if c(m) is centered
         growth = at_targets.scale.square() * (square - 2 * along)
         # no message takes away more than all of the mean square; rounding seems to
         least = at_targets.scale.square() * self.eps - 1 + torch.finfo(growth.dtype).eps
-        # s(x - m) / s(x) - 1, as exact where it is near 0
+        # r - 1, with full precision near 0
         change = torch.expm1(-torch.log1p(growth.clamp_min(least)) / 2)
         first_order = at_targets.scale * (messages @ at_targets.toward[..., None])[..., 0]
         return first_order + change * (first_order - at_targets.explained[..., None])
@@ -162,7 +165,7 @@ class NormCalls:
         for index, (layer, gradient) in enumerate(zip(layers, gradients, strict=True)):
             candidates = [norm for after, norm in norms if after > index and norm is not None]
             candidates = [norm for norm in candidates if norm.stream.shape == gradient.shape]
-            if layer.map is not None:
+            if layer.map is not None:  # an image: its norms may read other layouts of tokens
                 candidates = []
             readers = _last_norms_adding_up_to(gradient, candidates, layer.tolerance)
             norms_by_layer.append([norm.map(layer.in_order) for norm in readers])
@@ -205,11 +208,12 @@ class _NormCall:
         centered = self._matches_output(self._norm_of(shifted))
 
         def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+            """Return c(x) and s(x)."""
             centered_x = x.to(torch.promote_types(x.dtype, torch.float32))
             centered_x = centered_x - centered_x.mean(-1, keepdim=True) if centered else centered_x
             return centered_x, torch.rsqrt(centered_x.square().mean(-1, keepdim=True) + eps)
 
-        # A x, from a norm of each half of the channels: their scales differ from that of x
+        # A x from two halves of x, whose scales are not s(x): else the check would always succeed
         constant, (stream, scale) = self._norm_of(x * 0), scaled(x)
         first_half = torch.arange(x.shape[-1], device=x.device) < x.shape[-1] // 2
         parts = (x * first_half, x * ~first_half)

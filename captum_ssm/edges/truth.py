@@ -67,8 +67,8 @@ def sampled(effects: Effects, samples: int, seed: int) -> list[tuple[int, Edge]]
     """
     generator = torch.Generator().manual_seed(seed)
     by_effect = round(samples * _LARGE)
-    edges_drawn: dict[tuple[int, int, int, int], Edge] = {}
-    for count, weighted in ((by_effect, True), (samples, False)):
+    edges_drawn: dict[tuple[int, int, int, int], Edge] = {}  # by example, layer, target, source
+    for count, weighted in ((by_effect, True), (samples, False)):  # then fill up evenly
         candidates: list[tuple[float, int, Edge]] = []
         for layer_index, layer in enumerate(effects.layers):
             tokens = layer.linear.operator.shape.tokens
@@ -85,9 +85,10 @@ def sampled(effects: Effects, samples: int, seed: int) -> list[tuple[int, Edge]]
                     example, rest = divmod(flat_index, len(rows) * tokens)
                     target, source = divmod(rest, tokens)
                     effect = float(strip[example, target, source])
-                    edge = effects.edge(example, layer_index, rows[target], source, effect)
+                    edge = effects.edge(example, layer_index, rows[target], source, effect=effect)
                     if edge is not None:
                         candidates.append((value, example, edge))
+            # twice as many, because the first draw may have taken some
             candidates = sorted(candidates, key=lambda c: -c[0])[: 2 * samples]
         for _, example, edge in candidates:
             if len(edges_drawn) >= count:
@@ -137,6 +138,7 @@ class Interventions:
         values = torch.zeros(len(edges), dtype=torch.float64)
         for example, members in groups.items():
             for indices, output in self.outputs([(edges[i][1],) for i in members], example):
+                # indices into members, which are indices into edges
                 values[[members[n] for n in indices]] = self.explained(output, example)
         return values
 
@@ -176,6 +178,7 @@ class Interventions:
         remaining = sorted(range(len(cuts)), key=order.__getitem__)
         batch_size = self.at_a_time if uncut.tokens else 1  # of the run that maps tokens
         while remaining:
+            # the run that maps tokens must run all blocks
             count = uncut.calls_before(names[remaining[0]]) if uncut.tokens else 0
             # the first run that reuses ``count`` calls also runs a copy without cuts, as a check
             batch_size = max(1, batch_size - (count not in uncut.checked))
@@ -184,7 +187,7 @@ class Interventions:
             batch_size = self.at_a_time
 
     def _run(self, cuts: Sequence[Sequence[Edge | int]], example: int, count: int) -> Tensor:
-        """Return outputs with cuts (n, ...), where the first ``count`` blocks reuse states."""
+        """Return outputs with cuts (n, ...); reuse ``count`` calls of blocks if that is correct."""
         uncut = self.uncut(example)
         checks_reuse = count not in uncut.checked
         copies = len(cuts) + checks_reuse
@@ -215,6 +218,7 @@ class Interventions:
         part = BatchPart(slice(example, example + 1), len(self.inputs))
 
         def copies(value: Any) -> Any:
+            """Repeat the example's row of a tensor; ``part`` returns other values themselves."""
             of_one = part(value)
             of_example = of_one is not value or len(self.inputs) == 1
             if of_example and isinstance(of_one, Tensor) and of_one.dim() and len(of_one) == 1:
@@ -232,6 +236,7 @@ class Interventions:
         edges_by_name: dict[tuple[int, str], Edges] = {}
         for copy, cut in enumerate(cuts):
             for place, cut_edge in enumerate(cut):
+                # a token's messages to others, with the name "" for all layers
                 edge = Edge(0, "", 0, cut_edge, 0.0) if isinstance(cut_edge, int) else cut_edge
                 empty = torch.zeros(2, size, self.tokens, dtype=torch.bool)
                 new_edges = Edges(edge.name or None, empty[0], empty[1] if edge.name else "other")

@@ -72,10 +72,11 @@ class UncutRun(Watcher):
             observe(model, mixers, (self,), stack, gradients=False, vouched=True)
             stack.enter_context(self._in_place_of_blocks(self._record))
             self.output = self.call(inputs, additional)
-            if kept is not None and not kept.fit(self.output):
+            if kept is not None and not kept.fit(self.output):  # the model returned all positions
                 self.kept = None
                 self.forget()
                 self.output = self.call(inputs, additional)
+        # a tensor without a batch dimension cannot be repeated for copies
         if any(x.dim() < 2 or len(x) != 1 for x in tensors_in([x for _, x in self._calls])):
             self.forget()
 
@@ -86,17 +87,19 @@ class UncutRun(Watcher):
         return logits_of(call_model(self.forward_func, inputs, additional, named))
 
     def returned(self, mixer: Mixer, call: Call) -> None:
+        """Remember the number of calls recorded so far, which are of blocks before the mixer's."""
         for name in mixer.names:
             self._before.setdefault(name, len(self._calls))
 
     def calls_before(self, names: Collection[str]) -> int:
-        """Return how many first calls of blocks to reuse while mixers are cut: one of few depths.
+        """Return how many calls of blocks, from the first one, to reuse while mixers are cut.
 
         Args:
             names: the names of the mixers; an empty name means all mixers.
         """
         first = min(self._before.values(), default=0)
         before_first = min((self._before.get(name, first) for name in names), default=first)
+        # rounded down to one of few depths, as each needs a check
         return before_first - before_first % max(1, len(self._calls) // _DEPTHS)
 
     def forget(self) -> None:
@@ -104,7 +107,7 @@ class UncutRun(Watcher):
         self._calls, self._before = [], {}
 
     def check(self, count: int, output: Tensor) -> bool:
-        """Return True if an output (1, ...) without cuts, with reused calls, is the known output.
+        """Return True if a run without cuts that reused ``count`` calls has the known output.
 
         Otherwise more than tensors connects the blocks, and no states are reused later.
         """
@@ -124,6 +127,7 @@ class UncutRun(Watcher):
         calls = iter(self._calls[:count])
 
         def replay_block(block: nn.Module, forward: Callable[[], Any], arguments: Any) -> Any:
+            """Return copies of the next recorded tensors; after the last, run the block."""
             known_block, returned = next(calls, (None, None))
             if known_block is None:
                 return forward()
@@ -147,10 +151,11 @@ class UncutRun(Watcher):
     def _in_place_of_blocks(
         self, call: Callable[[nn.Module, Callable[[], Any], Any], Any]
     ) -> Iterator[None]:
-        """In the ``with``, use ``call`` in place of blocks that are not inside another block."""
+        """In the ``with``, run ``call(block, forward, arguments)`` in place of outermost blocks."""
         inside = False
 
         def outermost(block: nn.Module, forward: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+            """Use ``call``; but a block inside another is a part of that block's result."""
             nonlocal inside
             if inside:
                 return forward(*args, **kw)

@@ -84,7 +84,7 @@ def variant_effects(
             one_hot, target, additional_forward_args,
             contrast=contrast, rule=checked_rule, baselines=one_hot - 1,
         )  # fmt: skip
-    has_base = one_hot.sum(dim, keepdim=True)
+    has_base = one_hot.sum(dim, keepdim=True)  # 0 at positions without one
     at_reference = (gradient * one_hot).sum(dim, keepdim=True)
     return ((gradient - at_reference) * (has_base - one_hot)).to(one_hot)
 
@@ -132,9 +132,12 @@ def mutagenesis(
         question = part.target(target), part.target(contrast)
 
         def values_of(sequences: Tensor, question: tuple[Any, Any] = question) -> Tensor:
-            """Return the target of each sequence (n, L, 4), minus the contrast: (n,)."""
+            """Return the target of each sequence (n, L, 4), minus the contrast: (n,).
+
+            ``question`` is bound now, because the loop changes it.
+            """
             in_layout = sequences.mT if dim == 1 else sequences
-            with torch.no_grad(), repaired_scans():
+            with torch.no_grad(), repaired_scans():  # faster, same values
                 output = logits_of(
                     call_model(forward_func, in_layout, as_tuple(additional_forward_args))
                 )
@@ -175,14 +178,14 @@ def _own_gradient(
     model: nn.Module | None,
 ) -> Tensor:
     """Return the model's gradient of the target at the sequences, in their shape."""
-    find_model(forward_func, model)  # refuses functions without a module, as with a rule
+    find_model(forward_func, model)  # only to raise: rule= needs a module, so this does, too
     if torch.is_inference_mode_enabled():
         raise GradientModeError(
             "variant_effects needs gradients, which torch.inference_mode() forbids. Leave that "
             "context, or use torch.no_grad()."
         )
     x = one_hot.detach().clone().requires_grad_()
-    with torch.enable_grad(), repaired_scans():
+    with torch.enable_grad(), repaired_scans():  # faster, same values
         output = logits_of(call_model(forward_func, x, as_tuple(additional)))
         values, _ = contrasted(output, target, contrast)
         if not values.requires_grad:
