@@ -299,6 +299,7 @@ def _current_settings(content: object, path: Path) -> dict[str, Any]:
     if settings.get("activation_fn") == "topk":
         kwargs = settings.get("activation_fn_kwargs") or {}
         settings |= {"architecture": "topk", "activation_fn": "relu", "k": kwargs.get("k")}
+    # without this setting, the hook's name decides
     if "reshape_activations" not in settings and "hook_z" in str(settings.get("hook_name")):
         settings["reshape_activations"] = "hook_z"
     return settings

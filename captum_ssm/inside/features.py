@@ -126,12 +126,12 @@ def whole_activations(site: Site, activation: SiteActivation, gradient: Tensor) 
     split = x.view(len(x), heads, -1)
     # (1, node's head, head, 1): a node has the values of one head, and 0 elsewhere
     one_head = torch.eye(heads).to(x)[None, :, :, None]
-    writes = (split[:, None] * one_head).flatten(2).flatten(0, 1)
+    writes = (split[:, None] * one_head).flatten(2).flatten(0, 1)  # (L * heads, W)
     reads = (gradient.reshape(split.shape)[:, None] * one_head).flatten(2).flatten(0, 1)
     positions = torch.arange(len(x), device=x.device).repeat_interleave(heads)
     labels = [f"head {head}" if heads > 1 else "" for _ in range(len(x)) for head in range(heads)]
     indices = [head if heads > 1 else None for _ in range(len(x)) for head in range(heads)]
-    activations = (writes * reads).sum(1)
+    activations = (writes * reads).sum(1)  # contributions to the target
     rest = x.new_zeros(x.shape[1])
     return Readings(site, positions, indices, labels, activations, writes, reads, rest, "whole")
 
@@ -149,12 +149,12 @@ def active_features(site: Site, activation: SiteActivation, dictionary: Dictiona
         positions, indices = features.detach().nonzero(as_tuple=True)
         reads = _derivatives(features, leaf, positions, indices)
     with torch.no_grad():
-        # decode each used feature once; ``where`` expands the directions to all nodes
-        used_ids, where = torch.unique(indices, return_inverse=True)
+        # decode each used feature once; `unit_of` expands the directions to all nodes
+        used_ids, unit_of = torch.unique(indices, return_inverse=True)
         zeros = features.new_zeros(1, features.shape[-1])
         rest = dictionary.decode(zeros)[0].to(x)  # constant: it belongs to no feature
         units = zeros.expand(len(used_ids), -1).scatter(1, used_ids[:, None], 1.0)
-        directions = (dictionary.decode(units).to(x) - rest)[where] if len(used_ids) else x[:0]
+        directions = (dictionary.decode(units).to(x) - rest)[unit_of] if len(used_ids) else x[:0]
         activations = features.detach()[positions, indices].to(x)
     feature_ids: list[int | None] = list(indices.tolist())
     labels = [f"feature {i}" for i in feature_ids]

@@ -95,8 +95,9 @@ class Graph(Result):
         sizes = torch.tensor([node.activation for node in self.nodes], dtype=torch.double)
         inner = torch.tensor([node.kind in _ENTERED for node in self.nodes]) & (sizes != 0)
         edges = self.edges.cpu().double()
+        # contributions per unit of activation; a path's contribution is a product of them
         shares = torch.where(inner, 1 / sizes, torch.zeros_like(sizes))[:, None] * edges
-        row = edges[-1]
+        row = edges[-1]  # over paths of one edge, then of two, and so on
         total = torch.zeros_like(row)
         for _ in self.nodes:  # at most as long as the longest path
             if not bool(row.any()):
@@ -153,9 +154,9 @@ class Graph(Result):
             if best[node] == 0:
                 continue
             for source in (weights[node] > 0).nonzero()[:, 0].tolist():
-                reached = float(best[node] * weights[node, source])
-                if reached > best[source]:
-                    best[source], following[source] = reached, node
+                size = float(best[node] * weights[node, source])
+                if size > best[source]:
+                    best[source], following[source] = size, node
         tokens = _of_kind(self.nodes, "token").double() * best
         if start is not None:
             is_start = [node.position == start % len(self.tokens) for node in self.nodes]
@@ -192,7 +193,7 @@ def with_strongest_edges(graph: Graph, keep: float = 0.98) -> Graph:
     through[-1] += 1  # all influence begins at the target, the last node
     by_edge = weights * through[:, None]
     stays = _largest_values(by_edge.flatten(), keep).view_as(edges)
-    stays |= ~counted  # constants have no influence and are kept
+    stays |= ~counted  # edges from constants have no influence and are kept
     edges = torch.where(stays.to(edges.device), edges, torch.zeros_like(edges))
     errors, tokens = (_of_kind(graph.nodes, kind) for kind in ("error", "token"))
     new_scores = scores(edges, counted, errors, tokens)
@@ -209,7 +210,7 @@ def strongest(nodes: Sequence[Node], keep: float) -> tuple[Tensor, float]:
     inner = torch.tensor([node.depth > 0 and node.kind in _INNER for node in nodes])
     strength = torch.tensor([node.influence for node in nodes], dtype=torch.double) * inner
     stays = ~inner | _largest_values(strength, keep)
-    kept_share = float((strength * stays).sum() / strength.sum().clamp_min(1e-30))
+    kept_share = float((strength * stays).sum() / strength.sum().clamp_min(1e-30))  # no 0 / 0
     return stays.nonzero()[:, 0], kept_share
 
 

@@ -32,7 +32,7 @@ def influences(
     weights = edges.detach().cpu().double().abs() * counted
     total = weights.sum(1, keepdim=True)
     weights = torch.where(total > 0, weights / total.clamp_min(1e-300), weights)
-    row = weights[-1]
+    row = weights[-1]  # the influence over paths of one edge, then of two, and so on
     influence = torch.zeros_like(row)
     for _ in range(len(weights)):  # at most as long as the longest path
         if not bool(row.any()):
@@ -57,9 +57,9 @@ def scores(
     """
     weights, influence = influences(edges, counted, entered)
     weight = influence.clone() if entered is None else influence[entered]
-    weight[-1] += 1.0
+    weight[-1] += 1.0  # the target
     weight = weight * (weights.sum(1) > 0)
-    explained = 1 - weights[:, errors].sum(1)
+    explained = 1 - weights[:, errors].sum(1)  # the share of each node's input
     ended_influence = influence[tokens].sum() + influence[errors].sum()
     return {
         "completeness": float((explained * weight).sum() / weight.sum().clamp_min(1e-300)),

@@ -123,20 +123,20 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         )
         options = {"contrast": contrast, "rule": rule, "zero_bias": zero_bias, "verify": verify}
         results = [
-            self._decomposed(
+            self._decompose_at(
                 layer,
                 attribute_to_layer_input,
                 inputs,
                 target,
                 additional_forward_args,
-                baselines,
-                internal_batch_size,
+                baselines=baselines,
+                internal_batch_size=internal_batch_size,
                 **options,
             )
             for layer in self._layer_list()
         ]
         device = single_input(inputs)[0].device
-        by_layer = [
+        by_layer = [  # a decomposition's inputs are relevance, of all tensors of the layer
             tuple(x.to(device) for x in torch.split(result.inputs, list(result.sizes), -1))
             for result in results
         ]
@@ -180,14 +180,14 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
                 f"layer is a list of {len(self.layer)} layers. Create {self.name} with one layer "
                 "for each call of decompose()."
             )
-        return self._decomposed(
+        return self._decompose_at(
             self.layer,
             attribute_to_layer_input,
             inputs,
             target,
             additional_forward_args,
-            baselines,
-            internal_batch_size,
+            baselines=baselines,
+            internal_batch_size=internal_batch_size,
             contrast=contrast,
             rule=rule,
             zero_bias=zero_bias,
@@ -215,6 +215,7 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
             inputs, target, additional_forward_args, attribute_to_layer_input, **options
         )
         tensors = attributions if isinstance(attributions, tuple) else (attributions,)
+        # in the layout of ``inputs``, the relevance of the layer's tensors
         joined = torch.cat([x.to(decomposition.inputs) for x in tensors], -1)
         return decomposition.virtual + self._delta(decomposition, [decomposition.inputs], joined)
 
@@ -231,16 +232,16 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         model = find_model(self.forward_func, self.model)
         return find_site(model, layer, self.layers, at_input=at_input)
 
-    def _decomposed(
+    def _decompose_at(
         self,
         layer: Layer,
         at_input: bool,
         inputs: Any,
         target: Any,
         additional_forward_args: Any,
+        *,
         baselines: Baselines,
         internal_batch_size: int | None,
-        *,
         contrast: Any,
         rule: Rule | None,
         zero_bias: bool,
@@ -252,13 +253,13 @@ class LayerLatimFlow(FlowMethod, LayerAttribution):
         baseline = out_of_tuple(baselines)
 
         def explain(
-            request: Request, questions: Sequence[Against], cut: BatchPart
+            request: Request, questions: Sequence[Against], part: BatchPart
         ) -> list[Decomposition]:
-            return decompositions(replace(request, begins=site), questions, rules, cut(baseline))
+            return decompositions(replace(request, begins=site), questions, rules, part(baseline))
 
         questions = [Against(target, contrast)]
         tensor, _ = single_input(inputs)
-        ((*parts,),) = self._by_parts(
+        (parts,) = self._by_parts(  # for the only target
             tensor, questions, additional_forward_args, internal_batch_size, explain
         )
         return stacked(parts)

@@ -146,6 +146,7 @@ def _by_layer(nodes: Any) -> list[tuple[Layer, Any]]:
             raise OptionError(
                 f"nodes contains {layer!r} and also features of it. Pass only one of them."
             )
+        # if it is the same list, setdefault has just stored it
         if features_before is not None and features is not None and features_before is not features:
             features_before += features
     return list(by_layer.items())
@@ -187,12 +188,14 @@ class _Maker(FlowMethod):
             _refuse_of_another(selection, site.name, model)
 
         def explain(request: Request, questions: Sequence[Against], _: BatchPart) -> list[Parts]:
+            """Return the only example's nodes and contributions, in a list for the only target."""
             request = replace(request, cuts=tuple(selections))
 
-            def run(again: bool) -> Parts:
-                run_rules = replace(rules, recompute=again)
+            def run(recompute: bool) -> Parts:
+                run_rules = replace(rules, recompute=recompute)
                 with linear_run(request, questions, run_rules) as (network, output, kept):
                     ((value, constant),) = numbers_of(network, output, kept, questions)
+                    # only the shape is used, to find the target's indices
                     full_output = output if kept is None else kept.whole(output)
                     index = target_index(question.target, full_output)
                     start = start_of(network, rules, baselines)

@@ -191,6 +191,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         Returns:
             The differences (B,), which are only rounding error.
         """
+        # the model runs again, without passes by role, which the sum does not need
         decomposition = self.decompose(
             inputs,
             neuron_selector,
@@ -199,7 +200,8 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
             roles=False,
             **options,
         )
-        return self._delta(decomposition, [decomposition.inputs], attributions)
+        relevance = decomposition.inputs
+        return self._delta(decomposition, [relevance], attributions)
 
     def attribute_each(self, *args: Any, **kwargs: Any) -> Any:
         """Raise NotImplementedError, because a neuron is selected without a target."""
@@ -212,6 +214,7 @@ class NeuronLatimFlow(FlowMethod, NeuronAttribution):
         site = find_site(model, self.layer, self.layers, at_input=at_input)
 
         def select(tensors: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+            """Return the neuron's value (B,) from the layer's tensors; see :class:`.Inner`."""
             value = _selected_value(selector, tensors, site.name)
             _check(value, tensors, mask, site.name)
             return value
@@ -262,6 +265,7 @@ def _selected_value(selector: Any, tensors: Sequence[Tensor], layer: str) -> Ten
         )
     (activation,) = tensors
     index = selector if isinstance(selector, tuple) else (selector,)
+    # None for an entry that is neither a slice nor an integer, which _selects refuses
     entries = [x if isinstance(x, slice) else checks.as_integer(x) for x in index]
     fits = len(index) == activation.dim() - 1 and all(map(_selects, entries, activation.shape[1:]))
     if not fits:
@@ -270,7 +274,7 @@ def _selected_value(selector: Any, tensors: Sequence[Tensor], layer: str) -> Ten
             "indices or slices into one example, or a function that returns one number per example."
         )
     entries_of_neuron = activation[(slice(None), *entries)]
-    if entries_of_neuron.dim() > 1:
+    if entries_of_neuron.dim() > 1:  # slices
         entries_of_neuron = entries_of_neuron.flatten(1).sum(1)
     return entries_of_neuron
 
@@ -299,7 +303,7 @@ def _check(value: Tensor, tensors: Sequence[Tensor], mask: Tensor | None, layer:
             "entries of the activation or sums of entries, and do not detach them."
         )
     if mask is None or mask.shape != tensors[0].shape[:2]:
-        return
+        return  # no padding, or the layer has other tokens
     with unseen():
         gradients = torch.autograd.grad(value.sum(), tensors, retain_graph=True, allow_unused=True)
     is_read = [x.flatten(2).any(2) for x in gradients if x is not None]

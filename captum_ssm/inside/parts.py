@@ -54,7 +54,7 @@ class Parts:
 
     def keep_strongest(self, top: int) -> Parts:
         """Keep the ``top`` strongest nodes, compute all contributions to each, and return self."""
-        with unseen():
+        with unseen():  # the run has ended, so no rule needs to see these steps
             effects = self._read_nodes()
             strength = torch.cat([effects[site].abs() for site in self.sites])
             is_kept = torch.zeros_like(strength, dtype=torch.bool)
@@ -82,6 +82,7 @@ class Parts:
                 Default: None, all nodes and edges.
         """
         texts, ids = self._texts_and_ids(tokens, inputs)
+        # Node(kind, layer, depth, position, index, activation, influence, label); influence: below
         image = inputs.dim() == 4
         nodes = [
             Node("token", "", 0, None if image else i, ids[i], 0.0, 0.0, text)
@@ -103,22 +104,21 @@ class Parts:
         # a column for the target, which contributes to no node
         contributions = torch.cat([contributions, torch.zeros_like(contributions[:, :1])], 1)
         kinds = [node.kind for node in nodes]
-        has_influence, errors, is_token = (
-            torch.tensor([kind in selected for kind in kinds])
-            for selected in (set(kinds) - {"constants"}, {"error"}, {"token"})
-        )
+        has_influence = torch.tensor([kind != "constants" for kind in kinds])
+        errors = torch.tensor([kind == "error" for kind in kinds])
+        is_token = torch.tensor([kind == "token" for kind in kinds])
         _, influence = influences(contributions, has_influence, entered)
-        nodes = [
-            replace(node, influence=share)
-            for node, share in zip(nodes, influence.tolist(), strict=True)
-        ]
+        with_shares = zip(nodes, influence.tolist(), strict=True)
+        nodes = [replace(node, influence=share) for node, share in with_shares]
+        # in the order of nodes; tokens, constants and the target write no vectors
         vectors = [*([None] * len(texts)), *self._written_vectors(), None, None]
         kept_nodes, kept_share = torch.arange(len(nodes)), 1.0
         if keep is not None:
             kept_nodes, kept_share = strongest(nodes, keep)
-        place_of = torch.full((len(nodes),), -1)
+        place_of = torch.full((len(nodes),), -1)  # of each node among the kept ones
         place_of[kept_nodes] = torch.arange(len(kept_nodes))
-        edges, row_of = contributions.new_zeros(len(kept_nodes), len(kept_nodes)), place_of[entered]
+        edges = contributions.new_zeros(len(kept_nodes), len(kept_nodes))
+        row_of = place_of[entered]
         edges[row_of[row_of >= 0]] = contributions[row_of >= 0][:, kept_nodes]
         kept_list = kept_nodes.tolist()
         graph = Graph(
@@ -145,7 +145,8 @@ class Parts:
             readings = self._readings(site, gradient)
             self.readings[site] = readings
             effects[site] = (gradient[readings.positions] * readings.writes).sum(1)
-            per_reading = readings.reads
+            # each node passes the gradient at its value on to the activation that it reads
+            per_reading = readings.reads  # of a whole activation, reads are the gradient
             if readings.kind != "whole":
                 per_unit = (gradient[readings.positions] * readings.directions).sum(1)
                 per_reading = per_unit[:, None] * readings.reads
@@ -192,15 +193,11 @@ class Parts:
 
     def _row_of(self, value: Tensor, constant: Tensor | None, activation: float) -> Tensor:
         """Return all nodes' contributions to one node; raise unless they sum to ``activation``."""
-        roots, leaves = self.network.roots, [self.met[site].leaf for site in self.sites]
-        if not value.requires_grad:  # no node is in an earlier layer
+        roots = self.network.roots
+        tensors: Any = [*roots, *(self.met[site].leaf for site in self.sites)]
+        if not value.requires_grad:  # no node is in an earlier layer: make gradients 0
             value = value + 0 * roots[0].sum()
-        gradients, biases = account(
-            self.network.mode,
-            value,
-            constant,
-            [*roots, *leaves],  # type: ignore[list-item]
-        )
+        gradients, biases = account(self.network.mode, value, constant, tensors)
         at_roots, at_leaves = gradients[: len(roots)], gradients[len(roots) :]
         constants = sum((b.sum() for b in biases.values()), value.new_zeros(()).detach())
         for gradient, baseline in zip(at_roots, self.baselines, strict=False):
@@ -208,7 +205,7 @@ class Parts:
         products = [
             g * x for g, x in zip(at_roots, changes(self.network, self.baselines), strict=True)
         ]
-        if products[0].dim() == 4:
+        if products[0].dim() == 4:  # an image is one node
             row = [products[0].flatten().sum()[None]]
         else:
             row = [sum_tensors(x[0].reshape(x.shape[1], -1).sum(1) for x in products)]
@@ -219,6 +216,7 @@ class Parts:
             errors.append((rows * self.errors[site]).sum(1)[self._has_error(site)])
             constants = constants + (rows * readings.rest).sum()
             scale = scale + (rows * self.values[site]).abs().sum()
+        # in the order of nodes: tokens, features of all layers, errors of all layers, constants
         row_of_all = torch.cat([*row, *errors, constants[None]]).detach().cpu().double()
         scale = scale + sum(b.abs().sum() for b in biases.values()) + abs(activation)
         limit = TOLERANCES.get(value.dtype, 1e-3) * float(scale)
@@ -269,7 +267,5 @@ class Parts:
         if input_places is None:
             return list(tokens), ids
         read_places = input_places[0].tolist()
-        return (
-            [tokens[i] if i >= 0 else "(virtual)" for i in read_places],
-            [ids[i] if i >= 0 else None for i in read_places],
-        )
+        texts = [tokens[i] if i >= 0 else "(virtual)" for i in read_places]
+        return texts, [ids[i] if i >= 0 else None for i in read_places]

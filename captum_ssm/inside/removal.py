@@ -110,6 +110,7 @@ def validate(
     estimated = torch.stack([effects[index_of[id(node)]] for node in nodes])
     whole_value = value_without()
     true = torch.tensor([whole_value - value_without(node) for node in nodes], dtype=torch.double)
+    # a difference of two values of this size has an error of a few units
     rounding = 4 * torch.finfo(torch.float32).eps * abs(whole_value)
     examples = [0] * len(nodes)  # a graph describes one example
     return Truth(nodes, examples, estimated, true, rounding)
@@ -133,7 +134,7 @@ def _subtracting(layer: str, removed: Sequence[tuple[int, Tensor]]) -> Callable[
                 f"layer {layer!r} does not return {width} features for each token, as in the run "
                 "of the graph. Run the model on an input with as many tokens as the graph's input."
             )
-        copies = {id(x): x.clone() for x in reduced}
+        copies = {id(x): x.clone() for x in reduced}  # the model may use the output elsewhere
         for position, vector in removed:
             for x, piece in zip(reduced, torch.split(vector, sizes), strict=True):
                 copies[id(x)][:, position] -= piece.to(x).view(x.shape[2:])

@@ -135,6 +135,7 @@ def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
         node_id = f"{layer}_{node.kind}_{position}"
         js_id = f"{layer}_{position}-0"
         if node.kind in ("feature", "direction", "whole"):
+            # one number for a layer and a feature, as the viewer expects
             feature = _cantor_pair(node.depth - 1, index)
             node_id, js_id = f"{layer}_{index}_{position}", f"{layer}_{index}-0"
         elif node.kind == "token":
@@ -178,7 +179,7 @@ def _cumulative_shares(graph: Graph) -> list[float | None]:
     """Return the share of influence of each node and all stronger nodes; None for the target."""
     shares: list[float | None] = [None] * len(graph.nodes)
     counted = [i for i, node in enumerate(graph.nodes) if node.kind != "target"]
-    total = sum(graph.nodes[i].influence for i in counted) or 1.0
+    total = sum(graph.nodes[i].influence for i in counted) or 1.0  # no 0 / 0
     running = 0.0
     for i in sorted(counted, key=lambda i: -graph.nodes[i].influence):
         running += graph.nodes[i].influence
@@ -274,6 +275,7 @@ def _links(graph: Graph) -> list[tuple[int, int, float]]:
 
 
 def _refuse_non_finite(graph: Graph) -> None:
+    """Raise NonFiniteError if a number is NaN or infinite, which JSON cannot express."""
     for node in graph.nodes:
         if not (math.isfinite(node.activation) and math.isfinite(node.influence)):
             raise NonFiniteError(
