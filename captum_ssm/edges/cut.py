@@ -172,7 +172,7 @@ class CutCall:
             knock_out.record_matched(edge for edges in self.edges.values() for edge in edges)
 
     @functools.cached_property
-    def _tokens(self) -> tuple[tuple[int, int], Tensor | None]:
+    def _size_and_places(self) -> tuple[tuple[int, int], Tensor | None]:
         """Return the input's (B, L), and mixer tokens' positions in the input, or None if equal."""
         if self.linear.map is not None:  # an image: positions count the mixer's own tokens
             shape = self.linear.operator.shape
@@ -186,7 +186,7 @@ class CutCall:
 
     def _pairs(self, kind: Kind, edges: Sequence[Edges] | None = None) -> list[Pairs]:
         """Return the (target, source) pairs of a kind's edges, or of the passed ``edges``."""
-        size, places = self._tokens
+        size, places = self._size_and_places
         selected = tuple(self.edges[kind] if edges is None else edges)
         if (kind, selected) not in self._pairs_of_edges:
             by_target = kind.selection or kind.share.constants
@@ -346,6 +346,6 @@ def _has_pair_along_time(pairs: Pairs) -> bool:
     """Return True if some pair, in any example, has its target at or after its source."""
     tokens = pairs.targets.shape[-1]
     position = torch.arange(tokens)
-    last = torch.where(pairs.targets, position, -1).amax(-1)
-    first = torch.where(pairs.sources, position, tokens).amin(-1)
-    return bool((last >= first).any())
+    last_target = torch.where(pairs.targets, position, -1).amax(-1)
+    first_source = torch.where(pairs.sources, position, tokens).amin(-1)
+    return bool((last_target >= first_source).any())

@@ -146,8 +146,8 @@ class _KnockOut(Watcher):
         #: The model's state before and after this knock-out registered its hooks.
         self._states: tuple[Any, Any] = (), ()
         self._given: Given | None = None
-        self._depth = 0
-        self._calls: Counter[nn.Module] = Counter()
+        self._depth = 0  # of nested calls of watched modules
+        self._calls: Counter[nn.Module] = Counter()  # of each mixer, in the current run
         self._runs_donor = False
         self._matched: set[Edges] = set()
 

@@ -108,7 +108,7 @@ def given_tokens(
         or not all(map(_are_equal, cached.values, values))
     ):
         require_deterministic(module)
-        on_gpu = torch.cuda.is_available()
+        on_gpu = torch.cuda.is_available()  # a simulated GPU has no random state
         devices = {x.device for x in module.parameters() if x.is_cuda and on_gpu}
         with torch.no_grad(), torch.random.fork_rng(devices):
             given = _map_tokens(module, arguments, mixers, vouched)

@@ -124,6 +124,7 @@ class NormCalls:
     def __init__(self, model: nn.Module, mixers: Sequence[Mixer], stack: ExitStack) -> None:
         self._returned = 0
         self._calls: list[_NormCall] = []
+        # a norm inside a mixer is a part of the mixer's operator
         all_mixers = (*mixers, *registered_mixers(model))
         inside = {part for mixer in all_mixers for part in mixer.module.modules()}
         for mixer in mixers:

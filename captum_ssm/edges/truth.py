@@ -145,6 +145,7 @@ class Interventions:
     def explained(self, output: Tensor, example: int = 0) -> Tensor:
         """Return the explained number in the outputs of n copies of an example, (n,)."""
         question, kept = self._question_of(example), self.uncut(example).kept
+        # one copy at a time, because the question is of one example
         values = [contrasted(output[i : i + 1], *question, kept)[0] for i in range(len(output))]
         return torch.cat(values).cpu().double()
 

@@ -131,7 +131,7 @@ class UncutRun(Watcher):
             known_block, returned = next(calls, (None, None))
             if known_block is None:
                 return forward()
-            batches = {len(x) for x in tensors_in(arguments) if x.dim()}
+            batches = {len(x) for x in tensors_in(arguments) if x.dim()}  # or sizes without batch
             if known_block is not block or copies not in batches:
                 raise LookupError("no call of this block without cuts is known")
             copies_of = {id(x): x.repeat_interleave(copies, 0) for x in tensors_in(returned)}

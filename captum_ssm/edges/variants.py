@@ -123,7 +123,7 @@ def mutagenesis(
                 [ 3,  1,  1]], dtype=torch.int32)
     """
     one_hot, dim = _checked(one_hot)
-    batch_size = checks.count("at_a_time", at_a_time) or one_hot.numel()
+    batch_size = checks.count("at_a_time", at_a_time) or one_hot.numel()  # None: all variants
     bases = one_hot.mT if dim == 1 else one_hot  # (B, L, 4)
     effects = torch.zeros_like(bases)
     identity = torch.eye(4).to(bases)

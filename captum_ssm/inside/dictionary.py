@@ -229,7 +229,7 @@ class SparseAutoencoder(nn.Module):
         of_topk = settings["architecture"] == "topk"
         k = _positive_integer(settings, "k", path) if of_topk else None
         try:
-            with torch.device("meta"):
+            with torch.device("meta"):  # assign=True below replaces all parameters
                 dictionary = cls(
                     _positive_integer(settings, "d_in", path),
                     _positive_integer(settings, "d_sae", path),

@@ -53,7 +53,8 @@ def scores(
         tokens: True for the nodes that are tokens (n,).
 
     Returns:
-        ``completeness`` and ``replacement``, from 0 to 1; see :class:`~captum_ssm.inside.Graph`.
+        ``completeness``, the share of nodes' inputs, weighted by influence, that is not of errors;
+        ``replacement``, the tokens' share of the influence of tokens and errors.
     """
     weights, influence = influences(edges, counted, entered)
     weight = influence.clone() if entered is None else influence[entered]

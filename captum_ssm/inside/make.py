@@ -192,6 +192,7 @@ class _Maker(FlowMethod):
             request = replace(request, cuts=tuple(selections))
 
             def run(recompute: bool) -> Parts:
+                """Run the linear network, and take all gradients before its graph is freed."""
                 run_rules = replace(rules, recompute=recompute)
                 with linear_run(request, questions, run_rules) as (network, output, kept):
                     ((value, constant),) = numbers_of(network, output, kept, questions)

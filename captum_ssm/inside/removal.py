@@ -120,6 +120,7 @@ def _subtracting(layer: str, removed: Sequence[tuple[int, Tensor]]) -> Callable[
     """Return a forward hook that subtracts (position, vector (W,)) pairs from an output."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the output with reduced copies of its first floating tensors."""
         is_tuple = isinstance(output, tuple | list)
         tensors = [x for x in (output if is_tuple else [output]) if isinstance(x, Tensor)]
         tensors = [x for x in tensors if x.is_floating_point()]

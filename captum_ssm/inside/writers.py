@@ -132,6 +132,7 @@ def _json_nodes(graph: Graph) -> list[dict[str, Any]]:
         last = len(graph.tokens) - 1 if node.kind == "target" else 0
         position = last if node.position is None else node.position
         layer, feature, clerp = str(node.depth - 1), -1, node.label or node.layer
+        # both ids as circuit-tracer forms them for each kind of node
         node_id = f"{layer}_{node.kind}_{position}"
         js_id = f"{layer}_{position}-0"
         if node.kind in ("feature", "direction", "whole"):
