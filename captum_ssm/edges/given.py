@@ -141,17 +141,17 @@ def _map_tokens(
     sequence = _input_sequence(arguments)
     start = torch.empty(0) if sequence is None else sequence  # empty: no ids equal it
 
-    def call(start: Tensor) -> Tensor:
-        """Run the module, only for its hooks, with ``start`` in place of the input sequence."""
+    def call(substitute: Tensor) -> Tensor:
+        """Run the module, only for its hooks, with a substitute for the input sequence."""
 
         def replaced(x: Any) -> Any:
             if hasattr(x, "get_seq_length"):  # a cache, which the run writes to
                 return copy.deepcopy(x)
-            return start if x is sequence else x
+            return substitute if x is sequence else x
 
         args, kwargs = arguments
         module(*map(replaced, args), **{name: replaced(x) for name, x in kwargs.items()})
-        return start
+        return substitute
 
     recording, beginning = _Recording(), Beginning(module, mixers, start)
     with ExitStack() as stack:

@@ -274,22 +274,22 @@ def _products(
     Own tokens are those in the slice ``part``: sources if ``along_sources``, else targets. All own
     tokens with the same partners (tokens at the other end) are in one product.
     """
-    position = torch.arange(len(positions))
+    token_index = torch.arange(len(positions))
     ends = [(t[example], s[example]) for t, s, _ in masks]
     involved = torch.stack([s if along_sources else t for t, s in ends]).any(0)
-    own_tokens = position[part][involved[part]]
+    own_tokens = token_index[part][involved[part]]
     partners = torch.stack([t if along_sources else s for t, s in ends]).any(0).nonzero().flatten()
     if not len(own_tokens) or not len(partners):
         return []
-    target, source = (partners, own_tokens) if along_sources else (own_tokens, partners)
-    is_pair = torch.zeros(len(target), len(source), dtype=torch.bool)
+    target_index, source_index = (partners, own_tokens) if along_sources else (own_tokens, partners)
+    is_pair = torch.zeros(len(target_index), len(source_index), dtype=torch.bool)
     for (targets, sources), (_, _, relations) in zip(ends, masks, strict=True):
-        by_edges = targets[target][:, None] & sources[source]
+        by_edges = targets[target_index][:, None] & sources[source_index]
         for relation in relations:  # of positions in the input, so not for -1
             by_edges &= _relation_mask(
-                relation, positions[target][:, None], positions[source][None]
+                relation, positions[target_index][:, None], positions[source_index][None]
             )
-            by_edges &= (positions[target] >= 0)[:, None] & (positions[source] >= 0)
+            by_edges &= (positions[target_index] >= 0)[:, None] & (positions[source_index] >= 0)
         is_pair |= by_edges
     # a pattern is a mask of partners, with own tokens as rows
     patterns, pattern_of = torch.unique(

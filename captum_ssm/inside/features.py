@@ -211,9 +211,9 @@ def named_directions(
     positions, indices, labels, reads, directions = [], [], [], [], []
     for position, here in sorted(by_position.items()):
         # least squares: the rows of the pseudoinverse measure the directions of this token
-        along = torch.stack([_vector(f.direction, x, site, "direction") for _, f in here])
-        inverse = torch.linalg.pinv(along.cpu().double()).mT.to(along)
-        for (index, feature), direction, dual in zip(here, along, inverse, strict=True):
+        vectors = torch.stack([_vector(f.direction, x, site, "direction") for _, f in here])
+        duals = torch.linalg.pinv(vectors.cpu().double()).mT.to(vectors)
+        for (index, feature), direction, dual in zip(here, vectors, duals, strict=True):
             encode = feature.encode
             positions.append(position)
             indices.append(index)
@@ -223,7 +223,7 @@ def named_directions(
     rows = torch.stack(reads)
     tokens = torch.tensor(positions, device=x.device)
     activations = (rows * x[tokens]).sum(1)
-    along, rest = torch.stack(directions), x.new_zeros(width)
+    along, rest = torch.stack(directions), x.new_zeros(width)  # no constant part
     return Readings(
         site, tokens, list(indices), labels, activations, along, rows, rest, "direction"
     )
