@@ -53,7 +53,7 @@ def sparing_caches(model: nn.Module) -> Iterator[None]:
         name, cache = cache_of(module, args, kwargs)
         if cache is None or len(running) > 1:  # the outermost module's call has copied or made it
             return None
-        if id(cache) not in copies:
+        if id(cache) not in copies:  # the cache is stored, too, so that no other gets its id
             copies[id(cache)] = cache, copied(cache, lambda x: x.detach().clone())
         return _with_argument(module, args, kwargs, name, copies[id(cache)][1])
 
@@ -76,9 +76,9 @@ def copied(cache: Any, anew: Callable[[Tensor], Tensor]) -> Any:
     Raises:
         CachedStateError: if the cache contains an object that cannot be copied.
     """
-    try:
-        return copy.deepcopy(cache, {id(x): anew(x) for x in tensors_of(cache)})
-    except (TypeError, RuntimeError) as error:  # such as streams
+    try:  # deepcopy takes objects from its memo, by their ids
+        return copy.deepcopy(cache, memo={id(x): anew(x) for x in tensors_of(cache)})
+    except (TypeError, RuntimeError) as error:  # such as a stream of a GPU in the cache
         raise CachedStateError(
             f"The call continues from a {type(cache).__name__}, which cannot be copied: {error}. "
             "Pass the whole sequence in one call, without a cache."
@@ -158,7 +158,7 @@ def _without_cache(
         _calls.wanted.append(None)
         return None
     name, cache = cache_of(module, args, kwargs)
-    if _calls.wanted and cache is not None:
+    if _calls.wanted and cache is not None:  # made by a module around, inside the run
         raise refused_cache(name, cache)
     if not _calls.wanted:
         _refuse_to_continue(module, args, kwargs)
@@ -170,7 +170,7 @@ def _without_cache(
     wanted = _by_name(module, args, kwargs).get("use_cache")
     if wanted is None:
         wanted = getattr(getattr(module, "config", None), "use_cache", False)
-    if not _calls.wanted:
+    if not _calls.wanted:  # the outermost call
         _calls.dropped.update([module] if wanted else [])
     # a module inside another gets its argument from that one, which was changed already
     _calls.wanted.append(_calls.wanted[0] if _calls.wanted else bool(wanted))
@@ -193,7 +193,7 @@ def _with_argument(
 ) -> Arguments:
     """Return a call's arguments with the argument called ``name`` set to ``value``."""
     names = parameters(type(module).forward)[1:]
-    if name in names[: len(args)]:
+    if name in names[: len(args)]:  # it was passed by position
         place = names.index(name)
         return (*args[:place], value, *args[place + 1 :]), kwargs
     return args, {**kwargs, name: value}
@@ -202,7 +202,7 @@ def _with_argument(
 def _refuse_to_continue(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if a call continues from a cache of an earlier call of the same run."""
     names = parameters(type(module).forward)[1:]
-    # None by name is a cache that was not returned; by position it fills a gap
+    # name=None may pass on a cache that an earlier call did not return; None by position is a gap
     positional = {name for name, x in zip(names, args, strict=False) if x is not None}
     passed = [name for name in CACHES if name in {*positional, *kwargs}]
     if passed and (

@@ -48,7 +48,7 @@ def _refuse_if_random(model: nn.Module, name: str, args: Arguments, kwargs: Opti
     value = args[position] if position < len(args) else kwargs.get(argument, default)
     value = kwargs.get("train", value)  # torch's own dropout has another name for it
     probability = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    if not value or ("dropout" in name and not probability):
+    if not value or ("dropout" in name and not probability):  # not random
         return
     names = {module: _describe(name, module) for name, module in model.named_modules()}
     caller = name_of_running(names, "forward_func")
@@ -109,9 +109,9 @@ def _complaints(module: nn.Module) -> Iterator[str]:
         yield _OF_BATCH
     if isinstance(module, nn.RReLU):
         yield "draws its slopes at random"
-    drops = any(word in type(module).__name__.lower() for word in _DROPS)
+    is_dropout = any(word in type(module).__name__.lower() for word in _DROPS)
     for name, value in vars(module).items():
-        if ("drop" in name or (drops and name == "p")) and _is_chance(value):
+        if ("drop" in name or (is_dropout and name == "p")) and _is_chance(value):
             yield f"drops at random, with {name}={value}"
     if looks_like_a_mixer(module):
         probability = getattr(getattr(module, "config", None), _IN_CONFIG, None)

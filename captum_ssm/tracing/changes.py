@@ -99,22 +99,23 @@ def replaced_in_thread(
     holder: Any, name: str, function: Callable[..., Any]
 ) -> AbstractContextManager[None]:
     """Replace the attribute ``name`` by a function, for the calling thread only, in a ``with``."""
-    thread, attributes = threading.get_ident(), vars(holder)
+    thread, own_attributes = threading.get_ident(), vars(holder)
 
     def replace() -> Undo:
-        if not isinstance(attributes.get(name), _ByThread):
-            attributes[name] = _ByThread(getattr(holder, name), name in attributes)
-        dispatcher = attributes[name]
+        """Add the function to the attribute's dispatcher, and make the dispatcher if needed."""
+        if not isinstance(own_attributes.get(name), _ByThread):  # else it has the original
+            own_attributes[name] = _ByThread(getattr(holder, name), name in own_attributes)
+        dispatcher = own_attributes[name]
         dispatcher.replacements.setdefault(thread, []).append(function)
 
-        def restore() -> None:
+        def restore() -> None:  # by id, since a forked process may call it in another thread
             dispatcher.replacements[thread].pop()  # a thread's contexts nest: the latest is ours
             if not dispatcher.replacements[thread]:
                 del dispatcher.replacements[thread]
             if not dispatcher.replacements and dispatcher.was_instance_attribute:
-                attributes[name] = dispatcher.original
+                own_attributes[name] = dispatcher.original
             elif not dispatcher.replacements:
-                del attributes[name]
+                del own_attributes[name]
 
         return restore
 
@@ -129,7 +130,7 @@ def _undo_other_threads() -> None:
                 del _lasting[key]
                 undo()
     finally:
-        _lock.release()
+        _lock.release()  # acquired before the fork
 
 
 if hasattr(os, "register_at_fork"):  # Windows does not fork

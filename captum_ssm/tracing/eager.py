@@ -16,6 +16,7 @@ from .changes import Shared, Undo, lasting
 @contextmanager
 def eagerly(model: nn.Module) -> Iterator[None]:
     """Run compiled code uncompiled in the whole process, until the last nested context exits."""
+    # without dynamo nothing was compiled; without set_stance torch is older than 2.6
     if "torch._dynamo" not in sys.modules or not hasattr(torch.compiler, "set_stance"):
         if _has_compiled_parts(model):
             raise NoMixerError(
@@ -29,7 +30,7 @@ def eagerly(model: nn.Module) -> Iterator[None]:
 
 
 def _switch_off() -> Undo:
-    stance = torch.compiler.set_stance("force_eager")
+    stance = torch.compiler.set_stance("force_eager")  # this call has an effect at once
     return lambda: stance.__exit__(None, None, None)
 
 

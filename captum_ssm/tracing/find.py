@@ -125,7 +125,7 @@ def find_model(forward_func: Callable[..., Any], model: nn.Module | None = None)
         raise ModelNotFoundError(f"forward_func is {_describe(forward_func)}.{_ADVICE}")
     models = _outermost(reachable(forward_func))
     if len(models) > 1:
-        # losses and heads are no models, but alone they would be taken for one
+        # a loss or head beside the model is no model, but one that is alone may be
         models = {m: name for m, name in models.items() if _has_mixers(m)} or models
     if len(models) == 1:
         return next(iter(models))
@@ -232,7 +232,7 @@ def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = Non
     modules = {mixer.module for mixer in mixers}
     mixers = [mixer for mixer in mixers if modules.isdisjoint(mixer.around)]  # else counted twice
     if not mixers:
-        for name, module in strangers(model):
+        for name, module in strangers(model):  # name the first, if any
             raise refusal(name, module)
         raise NoMixerError(
             f"No token mixer was found in {class_path(type(model))}, or none that has an adapter. "
@@ -249,10 +249,10 @@ def registered_mixers(model: nn.Module) -> list[Mixer]:
         names.setdefault(module, []).append(name)
     mixers = []
     for module, aliases in names.items():
-        entry = adapter_for(module)
+        entry = adapter_for(module)  # the architecture and the adapter
         if entry is not None:
             parents = [parent for name in aliases if (parent := _parent(named, name)) is not None]
-            blocks = tuple(dict.fromkeys(parents))
+            blocks = tuple(dict.fromkeys(parents))  # each once
             around = dict.fromkeys(named[outer] for name in aliases for outer in _prefixes(name))
             mixers.append(Mixer(aliases[0], module, *entry, tuple(aliases), blocks, tuple(around)))
     return mixers
@@ -296,7 +296,7 @@ def strangers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     Modules inside a supported mixer, or containing one, are left out. Ignoring a call of a yielded
     module would make an explanation silently wrong.
     """
-    names: list[str] | None = None
+    names: list[str] | None = None  # of mixers; searched only if a module looks like one
     for name, module in model.named_modules():
         if not looks_like_a_mixer(module) or adapter_for(module) is not None:
             continue

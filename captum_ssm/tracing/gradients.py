@@ -45,9 +45,6 @@ def graphs_dropped(model: nn.Module) -> Iterator[None]:
     Args:
         model: the module that runs inside the ``with``.
 
-    Yields:
-        Nothing.
-
     Example:
         >>> import torch
         >>> from captum_ssm.tracing import graphs_dropped
@@ -57,14 +54,14 @@ def graphs_dropped(model: nn.Module) -> Iterator[None]:
         >>> model.state.requires_grad
         False
     """
-    before = _graph_attributes(model)
+    before = _graph_attributes(model)  # of the user, which stay
 
     def drop() -> None:
         for (module, name), tensor in _graph_attributes(model).items():
             if before.get((module, name)) is not tensor:
                 setattr(module, name, tensor.detach())
 
-    with lasting(lambda: drop):
+    with lasting(lambda: drop):  # no change now, but an undo at exit
         yield
 
 
@@ -149,9 +146,9 @@ def _ordinary_tensors(model: nn.Module) -> AbstractContextManager[None]:
     A tensor shared by several modules is copied once. The last nested context restores it.
     """
 
-    def lend() -> Undo:
+    def replace_all() -> Undo:
         copies: dict[int, Tensor] = {}
-        with ExitStack() as stack:
+        with ExitStack() as stack:  # restores what was replaced if a copy needs too much memory
             for module in model.modules():
                 for tensors in (module._parameters, module._buffers):
                     for name, tensor in tensors.items():
@@ -159,13 +156,13 @@ def _ordinary_tensors(model: nn.Module) -> AbstractContextManager[None]:
                             stack.callback(_restore, tensors, name)
             return stack.pop_all().close
 
-    return lasting(lend)
+    return lasting(replace_all)
 
 
 def _replace(tensors: Tensors, name: str, tensor: Tensor, copies: dict[int, Tensor]) -> bool:
     """Replace ``tensors[name]`` by a copy if it is an inference tensor; return True if replaced."""
     key = (id(tensors), name)
-    if key in _replaced:
+    if key in _replaced:  # by another run
         _replaced[key].users += 1
         return True
     if not tensor.is_inference():

@@ -57,7 +57,7 @@ def at_both_ends(module: nn.Module, first: Hook, last: Hook) -> Iterator[None]:
         key_of = {id(hook): key for key, hook in hooks.items()}
         first_key, last_key = key_of[id(first_hook)], key_of[id(last_hook)]
         for key in [key for key in keys if key not in (first_key, last_key)] + [last_key]:
-            hooks[key] = hooks.pop(key)  # all behind the first hook, in order, and last the last
+            hooks[key] = hooks.pop(key)  # move to the end, in order, and the last hook at last
 
     register = functools.partial(module.register_forward_hook, with_kwargs=True)
     with (
@@ -73,7 +73,7 @@ def swap_first(value: Any, swap: Callable[[Tensor], Tensor]) -> tuple[Any, Tenso
     if isinstance(value, Tensor):
         new_tensor = swap(value) if value.is_floating_point() else None
         return (value, None) if new_tensor is None else (new_tensor, new_tensor)
-    is_mapping, is_sequence = type(value) is dict, type(value) in (tuple, list)
+    is_mapping, is_sequence = type(value) is dict, type(value) in (tuple, list)  # no subclasses
     keys: Sequence[Any] = list(value) if is_mapping else range(len(value) if is_sequence else 0)
     for key in keys:
         item, new_tensor = swap_first(value[key], swap)
@@ -114,13 +114,14 @@ def swapped(value: Any, replacements: Mapping[int, Tensor]) -> Any:
     if isinstance(value, Tensor):
         return replacements.get(id(value), value)
     if isinstance(value, dict):
-        out = copy(value)  # outputs of transformers are dictionaries with attributes
+        out = copy(value)  # keeps the class: transformers' outputs are dicts with attributes
         for key, item in value.items():
             out[key] = swapped(item, replacements)
         return out
     if isinstance(value, tuple | list):
         items = (swapped(item, replacements) for item in value)
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        is_named = hasattr(value, "_fields")  # a NamedTuple
+        return type(value)(*items) if is_named else type(value)(items)
     return value
 
 
@@ -154,16 +155,13 @@ def observing(
         receive(module, calls[module], True, (args, kwargs))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        call = running_calls.pop()
+        call = running_calls.pop()  # calls nest: the latest one ends
         if output is not None:  # else it has failed
             receive(module, call, False, output)
 
     with ExitStack() as stack:
         for module in modules:
-            before, after = (
-                module.register_forward_pre_hook,
-                module.register_forward_hook,
-            )
+            before, after = module.register_forward_pre_hook, module.register_forward_hook
             stack.enter_context(hooked(before, enter, with_kwargs=True))
             stack.enter_context(hooked(after, leave, always_call=True, prepend=True))
         yield

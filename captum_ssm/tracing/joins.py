@@ -45,9 +45,9 @@ _Reading = Callable[[Tensor], Tensor]
 #: exceeds the rounding of a large stream.
 _NOISE = 4
 #: Bytes of tensors that one replay may keep. If more are needed, fewer layers share a replay.
-_BYTES = 2**28
+_REPLAY_BYTES = 2**28
 #: Typical number of stream-sized tensors at the modules between two mixers.
-_AROUND = 12
+_TENSORS_PER_LAYER = 12
 _SEED = 2_718_281
 
 
@@ -68,7 +68,7 @@ class _SeenTensor(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """The tokens at which a layer gets noise, as a mask (B, L) and as indices into B * L."""
+    """The tokens with noise in a layer's output, as a mask (B, L) and as indices into B * L."""
 
     on: Tensor
     at: Tensor
@@ -204,9 +204,10 @@ class _JoinSearch:
             yield from ([stage] for stage in self.stages)
             return
         largest = max(map(len, self.stages))
-        # each layer of a group needs tokens of its own, at least two
-        count = min(tokens // largest // 2, _BYTES // (self.leaves[0].nbytes * _AROUND * largest))
-        for start in range(0, len(self.stages), max(1, count)):
+        # each layer of a group needs tokens of its own: two, to fit a factor for each feature
+        bytes_per_stage = self.leaves[0].nbytes * _TENSORS_PER_LAYER * largest
+        count = min(tokens // largest // 2, _REPLAY_BYTES // bytes_per_stage)
+        for start in range(0, len(self.stages), max(1, count)):  # a stage too large runs alone
             yield self.stages[start : start + max(1, count)]
 
     def _assign_slots(self, layers: Sequence[int]) -> dict[int, _Slot]:
@@ -221,10 +222,14 @@ class _JoinSearch:
         return slots
 
     def _split_into_joins(self, stage: Sequence[int]) -> list[_Join]:
-        """Split a stage into groups of layers whose outputs one sum adds to the residual stream."""
+        """Split a stage into groups of layers whose outputs one sum adds to the residual stream.
+
+        A layer that feeds later mixers of its stage has a sum of its own before them.
+        """
         feeders = [k for k in stage if self.layers[k].joins == "feeds"]
         writers = [k for k in stage if k not in feeders] or list(stage)
         groups = [[k] for k in feeders if k not in writers]
+        # nothing is added to the output of a single layer without a residual connection
         if self.layers[writers[-1]].has_stream or len(writers) > 1:
             groups.append(writers)
         joins = []
@@ -249,16 +254,16 @@ class _JoinSearch:
             noise_size = noise_size.clamp(max=torch.finfo(leaf.dtype).max / 64)  # stays finite
             generator = torch.Generator("cpu").manual_seed(_SEED + k)
             noise = torch.randn(leaf.shape[1:], generator=generator, device="cpu").to(leaf)
-            self.loud[k] = leaf + noise * (noise_size + (noise_size == 0))
+            self.loud[k] = leaf + noise * (noise_size + (noise_size == 0))  # 1 for zeros
         return self.loud[k]
 
     def _leaf(self, k: int) -> Tensor:
         """Return layer k's recorded output with noise at its own tokens, in the module's layout."""
         recorded, slot = self.replays.leaf(k), self.slots.get(k)
         if slot is None:
-            return recorded.clone()
+            return recorded.clone()  # the model may write to it
         (on, at), loud, order = slot, self._noisy_output(k), self.layers[k].order
-        if len(at) == on.numel():
+        if len(at) == on.numel():  # the only layer of its group
             return loud.clone()
         on = on if order is None else on.index_select(1, order.to(on.device))
         return torch.where(on[..., None], loud, recorded)
@@ -274,10 +279,12 @@ class _JoinSearch:
         latest: tuple[Callable[[], Any], int, Tensor] = (lambda: None), 0, self.leaves[0]
 
         def record(key: _Key, x: Tensor) -> None:
+            """Store a copy of ``x``; several keys share one copy of the same unchanged tensor."""
             nonlocal latest
             if self.replays.ran in wanted:
-                version = -1 if x.is_inference() else x._version
-                if latest[0]() is not x or latest[1] != version or version < 0:
+                version = -1 if x.is_inference() else x._version  # -1: changes are not counted
+                find, copied_version, _ = latest
+                if find() is not x or copied_version != version or version < 0:
                     latest = weakref.ref(x), version, x.detach().clone()
                 seen_tensors[key] = _SeenTensor(self.replays.ran, latest[2])
 
@@ -325,7 +332,7 @@ class _JoinSearch:
         joined_at = {join.sum.at: join for join in joins if join.sum is not None}
         # a fused kernel returns the stream and a norm of it: all outputs of its call are restored
         calls = {key[:3] for key in joined_at if key is not None and not key.enters}
-        changes: list[Tensor] = []
+        changes: list[Tensor] = []  # one boolean for each comparison, read together at the end
         # streams with noise, by the later layers that ran before the stream was seen
         noisy_streams: dict[int, Tensor] = {}
 
@@ -352,7 +359,11 @@ class _JoinSearch:
     # --- one join --------------------------------------------------------------------------
 
     def _find_sum(self, join: _Join) -> None:
-        """Search the tensors after a join's layers for the sum, and set ``join.sum``."""
+        """Search the tensors after a join's layers for the sum, and set ``join.sum``.
+
+        A tensor x that changes like the outputs is the sum if ``rest``, x without the outputs, is
+        the stream. Else x is a branch, and the module that it enters may give a further branch.
+        """
         first, last = min(join.members), max(join.members)
         for key, (ran, value) in self.calm.items():
             if not first < ran <= join.until or key not in self.noisy:
@@ -362,7 +373,7 @@ class _JoinSearch:
                 ways = self._ways_to(join, x, noisy)
                 if not ways and key.enters and self._append_gated(join, key, x, noisy, reading):
                     ways = self._ways_to(join, x, noisy)
-                if not ways:
+                if not ways:  # perhaps in another order of tokens
                     self._follow_concatenated(join, key, x, noisy, reading)
                     continue
                 if len(ways) == len(join.members):
@@ -384,7 +395,7 @@ class _JoinSearch:
         ways = {}
         for k in join.members:
             on, at = self.slots[k]
-            if on.shape == x.shape[:2]:
+            if on.shape == x.shape[:2]:  # else x has other tokens than the layer
                 way = fit(join.branches[k], change_at(noisy, x, at), x)
                 if way is not None:
                     ways[k] = way
@@ -396,10 +407,11 @@ class _JoinSearch:
         """Return the residual stream before the layers, if tensors of the run explain ``rest``.
 
         ``rest``, the sum without the layers' outputs, may be a multiple of a tensor, a tensor plus
-        a constant, or a sum of two tensors. In all other cases return None.
+        a constant, or a sum of two tensors. In all other cases return None: ``rest`` may then be
+        a part of the block, not the stream.
         """
         first = self.layers[min(members)]
-        block, is_inside = first.call.block, False
+        block, is_inside = first.call.block, False  # True from the block's entry on
         candidates = [first.in_order(first.call.hidden_states)]
         candidates = [x.to(rest.device) for x in candidates if x.shape == rest.shape]
         branch_outputs: list[Tensor] = []
@@ -414,22 +426,26 @@ class _JoinSearch:
                 is_inside = is_inside or ran_before > min(members) or is_block
                 if is_inside and not key.enters:
                     branch_outputs.append(x)
+        # relations are likely from a few tokens: check each at all tokens
         for kind, x, other in likely_relations(rest, candidates, branch_outputs):
             if kind == "scaled":
-                scale = (x * rest).sum() / x.square().sum()
+                scale = (x * rest).sum() / x.square().sum()  # by least squares
                 if is_same(rest, x) or is_same(rest, scale * x):
                     return rest
             elif kind == "shifted":
                 if is_constant(rest - x, rest):  # a bias belongs to no token
                     return x
-            elif is_same(rest - x, other):
+            elif is_same(rest - x, other):  # "part": other is another branch of the block
                 return rest if kind == "sum" else x
         return None
 
     def _append_gated(
         self, join: _Join, key: _Key, x: Tensor, noisy: Tensor, reading: _Reading
     ) -> bool:
-        """Add ``x`` to the branches if ``x`` is a branch times a gate, an output of some module."""
+        """Add ``x`` to the branches if ``x`` is a branch times a gate, an output of some module.
+
+        Its change is no multiple of the branch's change, since the gate differs between tokens.
+        """
         if len(join.members) > 1:
             return False
         (ran, value), width, (k,) = self.calm[key], x.shape[-1], join.members
@@ -438,9 +454,10 @@ class _JoinSearch:
             for gate_key, gate in self.calm.items()
             if not gate_key.enters and gate.ran == ran and gate.value.shape == value.shape
         ]
+        # branch 0 is the output itself, whose multiples are no gated projections
         ways = [branch.steps for branch in join.branches[k][:0:-1]]  # latest first
         for one, other in itertools.combinations(join.branches[k][1:], 2):
-            if one.change.shape == other.change.shape:  # a projection and its adapter
+            if one.change.shape == other.change.shape:  # a projection and its LoRA adapter
                 ways.append(weighted_sum([one.steps, other.steps], [1, 1]) or ())
         for steps in ways:
             z = along(steps, self.leaves[k].to(x))
@@ -467,8 +484,8 @@ class _JoinSearch:
         if not enters or output_key not in self.calm or output_key not in self.noisy:
             return
         out, noisy_out = self.calm[output_key].value, self.noisy[output_key].value
-        is_small = next(module.children(), None) is None
-        if out.shape[:-1] != self.calm[key].value.shape[:-1] or not is_small:
+        has_parts = next(module.children(), None) is not None
+        if out.shape[:-1] != self.calm[key].value.shape[:-1] or has_parts:
             return
         out, noisy_out = reading(out), reading(noisy_out)
         if is_same(out, x):  # dropout, identity
@@ -476,7 +493,7 @@ class _JoinSearch:
         steps = steps_of(module, x, out)
         if steps is None:
             return
-        for i, (k, way) in enumerate(ways.items()):  # a constant counts once
+        for i, (k, way) in enumerate(ways.items()):  # the bias belongs to the first layer's way
             own_steps = steps if i == 0 else [step._replace(bias=None) for step in steps]
             change = change_at(noisy_out, out, self.slots[k].at)
             join.branches[k].append(Branch([*way, *own_steps], change))
@@ -484,7 +501,10 @@ class _JoinSearch:
     def _follow_concatenated(
         self, join: _Join, key: _Key, x: Tensor, noisy: Tensor, reading: _Reading
     ) -> None:
-        """Add a projection's output to the branches if its input concatenates branches."""
+        """Add a projection's output to the branches if its input concatenates branches.
+
+        Each layer's way then has the rows of the projection's matrix that read this layer.
+        """
         output_key, start, inputs = key._replace(enters=False, nth=0), 0, {}
         if not key.enters or len(join.members) < 2 or output_key not in self.noisy:
             return
@@ -500,13 +520,17 @@ class _JoinSearch:
         steps = steps_of(key.module, x, out) if start == x.shape[-1] else None
         if steps is None or steps[0].matrix is None or len(steps) > 1:
             return
-        for i, (k, (columns, way)) in enumerate(inputs.items()):  # the bias counts once
-            step = AffineStep(matrix=steps[0].matrix[columns], bias=None if i else steps[0].bias)
+        for i, (k, (columns, way)) in enumerate(inputs.items()):
+            bias = None if i else steps[0].bias  # it belongs to the first layer's way
+            step = AffineStep(matrix=steps[0].matrix[columns], bias=bias)
             change = change_at(noisy_out, out, self.slots[k].at)
             join.branches[k].append(Branch([*way, step], change))
 
     def _find_by_value(self, join: _Join) -> None:
-        """Search for a residual stream that enters no module, or that only enters a fused norm."""
+        """Search for a residual stream that enters no module, or that only enters a fused norm.
+
+        Noise then shows the sum only after a gate or norm, so values are compared instead.
+        """
         k, *others = join.members
         if not others and self._find_factored(join, k):
             return
@@ -514,7 +538,10 @@ class _JoinSearch:
             self._find_normed(join)
 
     def _find_factored(self, join: _Join, k: int) -> bool:
-        """Search for a sum of an earlier tensor and the gated or normed output; True if found."""
+        """Search for x = rest + gate * y, or x = rest + norm(y), with layer k's output y.
+
+        Return True if such a tensor x, and a tensor ``rest`` before layer k, were found.
+        """
         y, change, at = self.leaves[k], join.branches[k][0].change, self.slots[k].at
         for key, (ran, value) in self.calm.items():
             if ran != k + 1 or key not in self.noisy:
@@ -528,7 +555,7 @@ class _JoinSearch:
                     if tensor.ran != k or not other_key.enters or tensor.value.shape != value.shape:
                         continue
                     rest = reading(tensor.value).to(x.device)
-                    gate = (x - rest) / y.to(x.device)
+                    gate = (x - rest) / y.to(x.device)  # fits any tensors: test it on the noise
                     error = (x_change - rows_at(gate, at) * change).abs().max()
                     is_gate = bool(error <= rounding_of(x_change, 64))
                     way = [AffineStep(gate)] if is_gate else norm_of(y.to(x.device), x - rest, None)
@@ -550,7 +577,7 @@ class _JoinSearch:
             for key, tensor in self.calm.items()
             if tensor.ran >= min(join.members) and tensor.value.shape == added.shape
         ]
-        for key, x in nearby:
+        for key, x in nearby:  # x may be the norm, and ``rest`` the stream
             if not key.enters or is_same(x, added):
                 continue
             for _, rest in nearby:
@@ -566,16 +593,14 @@ class _JoinSearch:
         batch, tokens, _ = self.leaves[k].shape
         if value.shape[0] == batch and value.numel() == batch * tokens * value.shape[-1]:
             yield lambda x: x.reshape(batch, tokens, -1)
-            if value.shape[:2] == (batch, tokens):  # perhaps in the order of another layer
+            if value.shape[:2] == (batch, tokens):  # perhaps in a layer's order of tokens
                 for order in self.orders:
                     positions = order.argsort().to(value.device)
                     yield functools.partial(torch.index_select, dim=1, index=positions)
         elif value.dim() == 2 and len(value) == batch * tokens:  # as experts read tokens
             yield lambda x: x.reshape(batch, tokens, -1)
-        elif (
-            value.dim() == 4 and len(value) == batch and value.shape[2:].numel() == tokens
-        ):  # images
-            yield lambda x: x.flatten(2).transpose(1, 2)
+        elif value.dim() == 4 and len(value) == batch and value.shape[2:].numel() == tokens:
+            yield lambda x: x.flatten(2).transpose(1, 2)  # images (B, E, H, W)
         if layer.map is not None and value.shape[:-1] == layer.output.shape[:-1]:
             yield layer.in_order
 

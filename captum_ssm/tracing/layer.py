@@ -102,6 +102,7 @@ class Layer:
 
     @staticmethod
     def _versions_of(*tensors: Tensor) -> list[int]:
+        """Return torch's counters of in-place changes, which inference tensors do not have."""
         return [t._version for t in tensors if not t.is_inference()]
 
     def check_unchanged(self) -> None:
@@ -130,14 +131,14 @@ class Layer:
         """
         return self._left
 
-    def hook_factor(self, left: Tensor) -> Tensor | None:
-        """Return the factor between the mixer's output and ``left``, the output after other hooks.
+    def hook_factor(self, after_hooks: Tensor) -> Tensor | None:
+        """Return the factor between the mixer's output and ``after_hooks``, after other hooks.
 
         :func:`hook_factor` defines the factor. It is empty, (0,), if a hook overwrote the output.
         """
         if self._versions != self._versions_of(self.call.hidden_states, self.call.output_tensor):
-            return left.new_empty(0)
-        return hook_factor(self.call.output_tensor, left)
+            return after_hooks.new_empty(0)
+        return hook_factor(self.call.output_tensor, after_hooks)
 
     def leave(self, left: Tensor, factor: Tensor | None) -> None:
         """Set the output after hooks (B, L, E), and the hooks' factor from :meth:`hook_factor`."""
@@ -159,7 +160,7 @@ class Layer:
         Raises:
             InputError: when a hook does more than scale tokens or drop features.
         """
-        if self._factor is not None and not len(self._factor):
+        if self._factor is not None and not len(self._factor):  # empty: any other change
             raise InputError(
                 f"Layer {self.name!r}: a forward hook changes the mixer's output in place, or does "
                 "more than multiply it by a factor per token or per feature. Use LatimFlow, which "
@@ -260,14 +261,14 @@ class Layer:
         """The steps from the mixer's output to its summand in the residual stream.
 
         A ``branch_scale`` that the adapter declares replaces a factor found by replays, which may
-        be relative to a scaled stream.
+        be relative to a scaled stream. Without replays the way has no steps.
 
         Raises:
             InputError: when replays did not find one sum that adds the output to the stream, after
                 factors and projections of single tokens.
         """
         declared, seen = self.linear.branch_scale, self._seen_scale
-        if declared != 1 and (self._way is None or seen is not None):
+        if declared != 1 and (self._way is None or seen is not None):  # but keep norms and matrices
             return [AffineStep(declared)]
         if self._way is None:
             if self._has_joined:
@@ -284,14 +285,17 @@ class Layer:
     def _seen_scale(self) -> float | None:
         """The product of the steps to the residual stream if all steps are scalars; else None."""
         factors = [step.factor for step in self._way or () if step == AffineStep(step.factor)]
-        if self._way is None or len(factors) < len(self._way):
+        if self._way is None or len(factors) < len(self._way):  # a step has a matrix or a bias
             return None
         numbers = [factor for factor in factors if isinstance(factor, int | float)]
         return math.prod(numbers) if len(numbers) == len(factors) else None
 
     @property
     def residual_in_order(self) -> Tensor | None:
-        """The residual stream that the output is added to, in operator token order, or None."""
+        """The residual stream that the output is added to, in operator token order, or None.
+
+        If replays saw another scale than the adapter declares, the stream is scaled to match.
+        """
         declared, seen = self.linear.branch_scale, self._seen_scale
         if self._joined is None or declared == 1 or not seen:
             return self._joined
@@ -310,7 +314,8 @@ class Layer:
             ReconstructionError: naming the layer and the error.
         """
         limit = self.tolerance if tolerance is None else tolerance
-        checked = self.checked if tolerance is None else None  # a user's is of the whole output
+        # a user's tolerance is for the whole output, not for sums with random signs
+        checked = self.checked if tolerance is None else None
         error = self.reconstruction_error() if checked is None else checked.strict
         try:
             require_same(self.name, self.mixer.architecture, error, limit)
@@ -322,30 +327,32 @@ class Layer:
         return f"Layer({self.name!r}, {self.architecture!r})"
 
 
-def hook_factor(returned: Tensor, left: Tensor) -> Tensor | None:
+def hook_factor(before_hooks: Tensor, after_hooks: Tensor) -> Tensor | None:
     """Find the factor by which hooks changed a mixer's output.
 
     Args:
-        returned: the output (B, L, E) of the mixer.
-        left: the output after all hooks.
+        before_hooks: the output (B, L, E) of the mixer.
+        after_hooks: the output after all hooks.
 
     Returns:
         A factor (B, L, 1), or (B, L, E) of ones and zeros. None if hooks changed nothing, and an
-        empty tensor (0,) for any other change.
+        empty tensor (0,) for any other change, which is refused when the factor is read.
     """
-    returned, left = returned.detach(), left.detach()
-    if same_memory(returned, left) or _is_copy(returned, left):
+    before, after = before_hooks.detach(), after_hooks.detach()
+    if same_memory(before, after) or _is_copy(before, after):
         return None
-    if not bool(returned.isfinite().all()):  # the operator will be refused
+    if not bool(before.isfinite().all()):  # the operator will be refused, by a clearer error
         return None
-    if left.shape == returned.shape:
-        size = returned.abs().amax(-1, keepdim=True)
-        largest = returned.abs().argmax(-1, keepdim=True)
-        factor = left.gather(-1, largest) / returned.gather(-1, largest).where(size > 0, 1)
-        for candidate in (factor, (left == returned).to(left)):
-            if torch.allclose(candidate * returned, left, rtol=1e-5, atol=1e-6 * float(size.max())):
+    if after.shape == before.shape:
+        size = before.abs().amax(-1, keepdim=True)
+        largest = before.abs().argmax(-1, keepdim=True)
+        # a factor per token, read at its largest entry, or a mask of entries that hooks kept
+        factor = after.gather(-1, largest) / before.gather(-1, largest).where(size > 0, 1)
+        mask, rounding = (after == before).to(after), 1e-6 * float(size.max())
+        for candidate in (factor, mask):
+            if torch.allclose(candidate * before, after, rtol=1e-5, atol=rounding):
                 return candidate
-    return returned.new_empty(0)
+    return before.new_empty(0)
 
 
 def _is_copy(x: Tensor, y: Tensor) -> bool:
@@ -365,16 +372,16 @@ def _reordered(linear: LinearMixer, order: Tensor | None) -> LinearMixer:
     if order is None:
         return linear
     shape, project = linear.operator.shape, linear.project
-    to_order = Permute(order, shape, device=linear.values.device)
-    positions = to_order.inverse
+    to_mixer = Permute(order, shape, device=linear.values.device)  # from the new order to its own
+    positions = to_mixer.inverse
     rest = project.rest if isinstance(project, Projection) else None
-    if rest is not None and rest.dim() == 3 and rest.shape[1] > 1:
+    if rest is not None and rest.dim() == 3 and rest.shape[1] > 1:  # it differs between tokens
         assert isinstance(project, Projection)
         project = replace(project, rest=rest.index_select(1, positions))
     return replace(
         linear,
         values=linear.values.index_select(1, positions),
-        operator=Chain(to_order.inverted(), linear.operator, to_order),
+        operator=Chain(to_mixer.inverted(), linear.operator, to_mixer),
         project=project,
         mask=None if linear.mask is None else linear.mask.index_select(1, positions),
     )

@@ -33,7 +33,7 @@ class Watcher:
         """Return True while the watcher wants no reports of mixer calls."""
         return False
 
-    def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
+    def enters(self, module: nn.Module, arguments: Arguments, is_block: bool) -> Arguments | None:
         """Receive the arguments of a module that contains a mixer; return new ones, or None.
 
         ``is_block`` is True if the module's input is the residual stream.
@@ -87,31 +87,31 @@ def observe(
         called directly, without hooks.
     """
     require_gathered(model, (part for mixer in mixers for part in mixer.module.modules()))
-    # the first watcher records operators, and so decides on caches; Watcher refuses them
+    # the first watcher records operators, and so decides on caches; without one they are refused
     without_caches(model, stack, (*watchers, Watcher())[0].continued)
     for name, stranger in () if vouched else strangers(model):
         refuse = functools.partial(_refuse_call, name)
         stack.enter_context(hooked(stranger.register_forward_pre_hook, refuse))
-    calls = _Calls(watchers)
+    hooks = _RunHooks(watchers)
     blocks = {block for mixer in mixers for block in mixer.blocks}
     for outer in {outer for mixer in mixers for outer in mixer.around}:
-        enter = functools.partial(calls.enter, is_block=outer in blocks)
+        enter = functools.partial(hooks.enter, is_block=outer in blocks)
         stack.enter_context(hooked(outer.register_forward_pre_hook, enter, with_kwargs=True))
     for mixer in mixers:
         module = mixer.module
-        start = hooked(module.register_forward_pre_hook, calls.start, with_kwargs=True)
-        stack.enter_context(start)
-        first, last = (functools.partial(f, mixer) for f in (calls.first, calls.last))
+        register = module.register_forward_pre_hook
+        stack.enter_context(hooked(register, hooks.on_start, with_kwargs=True))
+        first, last = (functools.partial(f, mixer) for f in (hooks.on_end, hooks.on_left))
         stack.enter_context(at_both_ends(module, first, last))
-    stack.callback(calls.close)
-    stack.enter_context(repaired_scans())  # forwards, too, take less memory and time
+    stack.callback(hooks.close)
+    stack.enter_context(repaired_scans())  # the same values, in less memory and time
     stack.enter_context(unfused())
     if gradients:
         stack.enter_context(recordable(model))
     stack.enter_context(eagerly(model))
 
     def report_entry(module: nn.Module, args: Any, kwargs: Any) -> Arguments | None:
-        return calls.enter(module, args, kwargs, is_block=module in blocks)
+        return hooks.enter(module, args, kwargs, is_block=module in blocks)
 
     return report_entry
 
@@ -126,15 +126,16 @@ def _refuse_call(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
     raise refusal(name, module, others=True)
 
 
-class _Calls:
+class _RunHooks:
     """The hooks of a run, with the state that they share."""
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
         self.watchers = watchers
-        #: Shape of the first floating input of each running module with a mixer, latest last.
-        self.entered: dict[nn.Module, torch.Size] = {}
+        #: The latest input shape of each module that contains a mixer, in the order of entry.
+        #: Modules stay after they return: of those around a running mixer the latest one runs.
+        self.latest_shapes: dict[nn.Module, torch.Size] = {}
         #: The contexts of each running mixer.
-        self.running: list[ExitStack] = []
+        self.contexts: list[ExitStack] = []
 
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_block: bool
@@ -143,41 +144,42 @@ class _Calls:
         arguments: Arguments = args, kwargs
         for watcher in self.watchers:
             arguments = watcher.enters(module, arguments, is_block) or arguments
-        self.entered.pop(module, None)
+        self.latest_shapes.pop(module, None)  # so that the module becomes the latest
         stream = first_floating(arguments)
         if stream is not None:
-            self.entered[module] = stream.shape
+            self.latest_shapes[module] = stream.shape
         return None if arguments[0] is args and arguments[1] is kwargs else arguments
 
-    def start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Enter the watchers' contexts for a mixer's call; :meth:`first` leaves them."""
-        contexts = ExitStack()
-        self.running.append(contexts)
+    def on_start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Enter the watchers' contexts for a mixer's call; :meth:`on_end` leaves them."""
+        stack = ExitStack()
+        self.contexts.append(stack)
         if all(watcher.looks_away for watcher in self.watchers):
             return
         sequence = first_floating((args, kwargs))
         for watcher in self.watchers:
             for context in watcher.while_mixing(module, sequence):
-                contexts.enter_context(context)
+                stack.enter_context(context)
 
-    def first(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def on_end(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Report a mixer's call to watchers before other hooks; return a new output, or None."""
-        if self.running:  # empty if a hook before ours raised
-            self.running.pop().close()
+        if self.contexts:  # empty if a hook before ours raised
+            self.contexts.pop().close()
         if output is None:  # the call failed, and its exception is on its way
             return None
         # the block entered last is the one that runs, also for a mixer shared by several
-        block = next((b for b in reversed(self.entered) if b in mixer.blocks), None)
-        around = {m: size for m, size in reversed(self.entered.items()) if m in mixer.around}
+        block = next((b for b in reversed(self.latest_shapes) if b in mixer.blocks), None)
+        innermost_first = reversed(self.latest_shapes.items())
+        around = {m: shape for m, shape in innermost_first if m in mixer.around}
         call, changed = Call(args, kwargs, output, block, around), None
-        for watcher in self.watchers:
+        for watcher in self.watchers:  # the last one that returns an output decides
             new_output = watcher.returned(mixer, call)
             changed = changed if new_output is None else new_output
         if changed is None:
             return None
         return swap_first(output, functools.partial(_batched_like, changed))[0]
 
-    def last(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def on_left(self, mixer: Mixer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Report a mixer's output to watchers after other hooks; return a new output, or None."""
         changed = None
         for watcher in self.watchers:
@@ -187,5 +189,5 @@ class _Calls:
 
     def close(self) -> None:
         """Close the contexts of mixer calls whose exit hooks did not run after an interrupt."""
-        while self.running:
-            self.running.pop().close()
+        while self.contexts:
+            self.contexts.pop().close()

@@ -39,7 +39,7 @@ def linearize(mixer: Mixer, call: Call, *, running: bool = False) -> LinearMixer
 
 def _modules_to_load(mixer: Mixer, running: bool = False) -> list[nn.Module]:
     """Return modules inside or containing a mixer whose weights are offloaded or split."""
-    around = () if running else reversed(mixer.around)
+    around = () if running else reversed(mixer.around)  # these are loaded while they run
     return [m for m in (*around, *mixer.module.modules()) if _is_offloaded(m) or is_split(m)]
 
 
@@ -51,7 +51,7 @@ def _with_loading(
         return linear
 
     def project(y: Tensor) -> Tensor:
-        with _loaded(modules, mixer.module, call):
+        with _loaded(modules, mixer.module, call):  # weights only: the call is not used
             return linear.project(y)
 
     return replace(linear, project=project)
@@ -66,7 +66,7 @@ def lasting_form(mixer: Mixer, call: Call, linear: LinearMixer) -> LinearMixer:
     if any(map(_is_offloaded, modules)):
         return _with_loading(modules, mixer, call, linear)
     refuse = refused_by_example(mixer, linear)
-    if refuse is not None:
+    if refuse is not None:  # examples have different projections: raises when it is used
         return replace(linear, project=refuse)
     shape = tuple(linear.operator.shape)
     projection = replace(projection_of(linear), check=partial(check_operator, mixer, shape))
@@ -107,7 +107,7 @@ def _loaded(modules: Sequence[nn.Module], mixer: nn.Module, call: Call) -> Itera
     The modules' hooks are off inside the ``with``, since they would unload weights after each call.
     """
     with gathered_weights(modules), ExitStack() as stack:
-        for module in filter(_is_offloaded, modules):  # which are distinct
+        for module in filter(_is_offloaded, modules):  # each once: _load removes the hook
             if module is mixer:
                 args, kwargs = _load(module, stack, *call.args, **call.kwargs)
                 call = replace(call, args=args, kwargs=kwargs)
@@ -120,7 +120,7 @@ def _load(module: nn.Module, stack: ExitStack, *args: Any, **kwargs: Any) -> Any
     """Load one module's weights until ``stack`` closes; return the arguments on its device."""
     attributes = vars(module)
     attributes_of_hook = {name: attributes.pop(name) for name in _ATTRIBUTES}
-    stack.callback(attributes.update, attributes_of_hook)
+    stack.callback(attributes.update, attributes_of_hook)  # at last, after the unloading
     attributes["forward"] = attributes_of_hook["_old_forward"]
     hook = attributes_of_hook["_hf_hook"]
     arguments = hook.pre_forward(module, *args, **kwargs)

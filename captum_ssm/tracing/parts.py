@@ -90,12 +90,13 @@ def places_of_parts(
     indices = torch.arange(tokens, device="cpu").expand(batch, -1)
     known_orders = [None, order, *(layer.order for layer in layers)]
     orders = [indices[0] if x is None else x.cpu() for x in known_orders]
-    # a reading: for each token of the first layer its index in a part; the identity comes first
+    # a reading: for each token of the first layer its index in a part; the identity comes first.
+    # A part may have the tokens of any layer, of the output, their reverse, or those of the input
     candidates = [x.argsort().expand(batch, -1) for x in orders]
     candidates += [x.flip(0).argsort().expand(batch, -1) for x in orders]
     if given is not None:
         candidates.append(given.cpu())
-    readings: list[Tensor] = []
+    readings: list[Tensor] = []  # the candidates, each once
     for candidate in candidates:
         if not any(torch.equal(candidate, reading) for reading in readings):
             readings.append(candidate)
@@ -106,7 +107,10 @@ def places_of_parts(
         return torch.rand(shape, generator=generator, device="cpu").argsort(1) < (shape[1] + 1) // 2
 
     def replay(masks: Mapping[int, Tensor], root: bool) -> tuple[Tensor, list[Tensor | None]]:
-        """Replay with noise at layers' ``masks`` (B, L); return first input and parts' values."""
+        """Replay with noise in layers' outputs at ``masks`` (B, L), and with ``root`` in the root.
+
+        Return the first layer's input and the values of the parts.
+        """
         first_inputs: list[Tensor] = []
 
         def leaf(k: int, x: Tensor) -> Tensor:
@@ -119,6 +123,7 @@ def places_of_parts(
             return replays.noisy(replays.leaf(k), mask, k)
 
         def noisy_root(x: Tensor) -> Tensor:
+            """Add noise to a random half of the root's tokens, and append it to ``root_masks``."""
             root_masks.append(random_half(x.shape[:2]))
             return replays.noisy(x, root_masks[-1])
 
@@ -134,10 +139,10 @@ def places_of_parts(
 
         Return None if ``x`` was not computed, or has no tokens that divide by example.
         """
-        if parts[i].module is None:  # the input, which has noise where the last run began
+        if parts[i].module is None:  # the run's input: noise is where the last replay put it
             if embeddings is not None or looked_up is None:
                 return root_masks[-1]
-            ids = looked_up.cpu()  # noise is at the ids, of which these are made
+            ids = looked_up.cpu()  # the noise is at explained ids: move it to the input's tokens
             return root_masks[-1].gather(1, ids.clamp_min(0)) & (ids >= 0)
         calm = calm_values[i]
         if x is None or calm is None or x.shape != calm.shape:
@@ -148,7 +153,7 @@ def places_of_parts(
 
     # readings that fit all replays so far, with the source of noise: 0 root, 1 layers, 2 both
     fitting = [list(itertools.product(readings, range(3))) for _ in parts]
-    for draw in range(_MOST):
+    for draw in range(_MOST):  # until one reading is left for each part
         if draw >= _FEWEST and all(len({id(x) for x, _ in pairs}) < 2 for pairs in fitting):
             break
         on = random_half(indices.shape)
@@ -165,9 +170,9 @@ def places_of_parts(
     # does a part read the last mixer before it? each stage has noise at tokens of its own
     stage_of = {index_of[layer]: i for i, stage in enumerate(stages) for layer in stage}
     reads_last = [False] * len(parts)
-    for start in range(0, len(stages), tokens):
+    for start in range(0, len(stages), tokens):  # at most as many stages as tokens at once
         tested = range(start, min(start + tokens, len(stages)))
-        stage_at = indices.clone() % len(tested) + start
+        stage_at = indices.clone() % len(tested) + start  # the stage with noise at each token
         masks = {k: stage_at == stage for k, stage in stage_of.items() if stage in tested}
         _, values = replay(masks, False)
         for i, x in enumerate(values):
@@ -183,7 +188,7 @@ def places_of_parts(
         if not fitting[i]:
             out.append(None)
             continue
-        # before the stage of the part's last mixer its first layer's number of mixers had run
+        # a part that does not read the last stage depends on the mixers before this stage
         stage = [index_of[layer] for layer in stages[stage_of[ran - 1]]] if ran else [0]
         reading, mixers = fitting[i][0][0], ran if reads_last[i] else stage[0]
         out.append(Place(None if reading is readings[0] else reading, mixers))
@@ -191,11 +196,11 @@ def places_of_parts(
 
 
 def _agrees(mask: Tensor, reading: Tensor, expected: Tensor) -> bool:
-    """Return True if ``mask``, reordered by ``reading``, is ``expected`` where that is not -1."""
+    """Return True if ``mask`` (B, L'), read in the order ``reading``, is ``expected`` (B, L)."""
     if int(reading.max()) >= mask.shape[1]:
         return False
     in_order, exists = mask.gather(1, reading.clamp_min(0)), reading >= 0
-    return bool(((in_order == expected) | ~exists).all())
+    return bool(((in_order == expected) | ~exists).all())  # at tokens that the part has
 
 
 @contextmanager

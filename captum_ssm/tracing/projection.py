@@ -76,11 +76,11 @@ def projection_of(linear: LinearMixer) -> Projection:
         bias = None if bias is None else bias.to(values)
         return Projection(weight.T.to(values.device), values.dtype, bias)
     at_zero = linear.project(torch.zeros_like(values, memory_format=torch.contiguous_format))
-    channels, vectors = values[0, 0].numel(), values[..., 0, 0].numel()
+    channels, tokens = values[0, 0].numel(), values[..., 0, 0].numel()  # H P, and B L
     blocks = []
-    for start in range(0, channels, vectors):
-        count = min(vectors, channels - start)
-        probe = values.new_zeros(vectors, channels)
+    for start in range(0, channels, tokens):
+        count = min(tokens, channels - start)
+        probe = values.new_zeros(tokens, channels)
         probe[range(count), range(start, start + count)] = _PROBE  # one unit vector per token
         block = linear.project(probe.view(values.shape)) - at_zero
         blocks.append(block.flatten(0, 1)[:count] / _PROBE)
@@ -112,17 +112,17 @@ def refused_by_example(mixer: Mixer, linear: LinearMixer) -> Callable[[Tensor], 
 def _weight_and_bias(linear: LinearMixer) -> tuple[Tensor, Tensor | None] | None:
     """Return weight (E, C) and bias of a projection that is one ``linear`` call; else None."""
     empty = torch.empty_like(linear.values, memory_format=torch.contiguous_format)
-    calls = _LinearCalls(empty)
+    calls = _LinearCalls(argument=empty)
     # enabled: the mode also sees calls where torch's functions are hidden from modes
     with torch._C._EnableTorchFunction(), calls:
         output = linear.project(empty)
-    return calls.weight_before(output)
+    return calls.weight_of_only_call(output)
 
 
 def scaled_output(linear: LinearMixer, factor: Tensor) -> LinearMixer:
     """Multiply a mixer's output by one factor per token (B, L, 1), or per feature (B, L, E)."""
     projection = projection_of(linear)
-    if factor.shape[-1] == 1:
+    if factor.shape[-1] == 1:  # before the projection, which has the same weights for all tokens
         token_factors = Diagonal(factor[..., None].to(linear.values), linear.operator.shape)
         rest = None if projection.rest is None else projection.rest * factor.to(projection.rest)
         scaled = replace(projection, rest=rest)
@@ -141,28 +141,28 @@ def scaled_output(linear: LinearMixer, factor: Tensor) -> LinearMixer:
 class _LinearCalls(TorchFunctionMode):
     """Records the calls of torch's ``linear``: input, weight, bias and result.
 
-    A call on ``first``, the projection's own argument, computes nothing: the weight suffices.
+    A call on ``argument``, that of the projection, computes nothing: the weight suffices.
     """
 
-    def __init__(self, first: Tensor) -> None:
+    def __init__(self, argument: Tensor) -> None:
         super().__init__()
-        self._first = first
+        self._argument = argument
         self._calls: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
 
-    def weight_before(self, output: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    def weight_of_only_call(self, output: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """Return weight (E, C) and bias if a single call computed the output; else None."""
         if len(self._calls) != 1:
             return None
         x, weight, bias, result = self._calls[0]
         unchanged = result is output and result._version == 0
-        if not (unchanged and self._is_first(x)):
+        if not (unchanged and self._is_argument(x)):
             return None
         return weight.detach(), None if bias is None else bias.detach()
 
-    def _is_first(self, x: Tensor) -> bool:
+    def _is_argument(self, x: Tensor) -> bool:
         """Return True if ``x`` is the projection's own argument, (B, L, C)."""
-        same = x.data_ptr() == self._first.data_ptr() and x.is_contiguous()
-        return same and x.shape == self._first.flatten(2).shape
+        same = x.data_ptr() == self._argument.data_ptr() and x.is_contiguous()
+        return same and x.shape == self._argument.flatten(2).shape
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -171,7 +171,7 @@ class _LinearCalls(TorchFunctionMode):
         is_plain = len(args) > 1 and type(args[1]) in (Tensor, nn.Parameter)
         if func not in (F.linear, wide_products.linear) or kwargs or not is_plain:
             return func(*args, **(kwargs or {}))
-        x, weight, bias = (*args, None)[:3]
-        out = x.new_empty(*x.shape[:-1], len(weight)) if self._is_first(x) else func(*args)
+        x, weight, bias = (*args, None)[:3]  # the bias may be missing
+        out = x.new_empty(*x.shape[:-1], len(weight)) if self._is_argument(x) else func(*args)
         self._calls.append((x, weight, bias, out))
         return out

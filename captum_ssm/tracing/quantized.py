@@ -46,9 +46,6 @@ def exact_products(model: nn.Module, run: Callable[[], Tensor]) -> Iterator[None
         run: a function that runs the model and returns its output. It is called twice at the end
             if a layer rounds its inputs, to compute the share of the output that is left out.
 
-    Yields:
-        Nothing.
-
     Warns:
         UserWarning: with this share.
 
@@ -75,7 +72,7 @@ def exact_products(model: nn.Module, run: Callable[[], Tensor]) -> Iterator[None
         yield
         worst = max(layers, key=lambda layer: layer.error, default=None)
         if worst is not None and worst.error > _TOLD:
-            exact = run()
+            exact = run()  # and once more below, with the kernels
     if worst is not None and exact is not None:
         missing = (run() - exact).nan_to_num().norm() / exact.nan_to_num(0, 0, 0).norm()
         warnings.warn(
@@ -119,8 +116,8 @@ class Affine:
 
     def product(self, x: Tensor) -> Tensor:
         """Return W x: by the kernel if it rounds nothing but its output, for ``x`` (..., K)."""
-        precise = min(_TOLD, max(_EQUAL, torch.finfo(x.dtype).eps))
-        if x.dtype != self._like.dtype or self.error > precise:
+        output_rounding = min(_TOLD, max(_EQUAL, torch.finfo(x.dtype).eps))
+        if x.dtype != self._like.dtype or self.error > output_rounding:
             return F.linear(x, self.weight().to(x))
         y: Tensor = self._kernel(x)
         return y if self.bias is None else y - self.bias.to(y)
@@ -167,7 +164,7 @@ class Affine:
     @torch.no_grad()
     def check(self, x: Tensor) -> None:
         """Compare the map with the kernel on the first input (..., K) of a run."""
-        if self.error >= 0:
+        if self.error >= 0:  # checked before
             return
         self._like = torch.zeros_like(x.detach()[(slice(0, 1),) * (x.dim() - 1)])
         y = self._kernel(x.detach())
@@ -185,7 +182,7 @@ class Affine:
 
 @wrap_torch_function(lambda x, layer: (x,))
 def mv(x: Tensor, layer: Affine) -> Tensor:
-    """Return W x (..., N) for vectors ``x`` (..., K); function modes see a call of torch's mv."""
+    """Return W x (..., N) for ``x`` (..., K); function modes see torch's mv, which has a rule."""
     layer.check(x)
     out: Tensor = _KernelProduct.apply(x, layer)  # type: ignore[no-untyped-call]
     return out
@@ -201,7 +198,7 @@ class _KernelProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] @ ctx.layer.weight().to(grads[0]), None
+        return grads[0] @ ctx.layer.weight().to(grads[0]), None  # None: for ``layer``
 
 
 def is_quantized(module: nn.Module) -> bool:
@@ -215,7 +212,7 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def _is_coded(x: Tensor) -> bool:
-    """Return True for integers that code weights, and for tensor classes of quantized weights."""
+    """Return True for integers that code weights, and for tensor classes except DTensor."""
     if type(x) not in (Tensor, nn.Parameter):
         is_ordinary = hasattr(x, "placements") or isinstance(x, torch._subclasses.FakeTensor)
         return not is_ordinary

@@ -23,7 +23,7 @@ def reachable(value: Any) -> Iterator[tuple[str, nn.Module]]:
     """
     visited_ids: set[int] = set()
     references = [("forward_func", value)]
-    for _ in range(_STEPS + 1):
+    for _ in range(_STEPS + 1):  # breadth first, so that names are short
         unvisited = [(name, x) for name, x in references if id(x) not in visited_ids]
         visited_ids.update(id(x) for _, x in unvisited)
         yield from ((name, x) for name, x in unvisited if isinstance(x, nn.Module))
@@ -62,7 +62,7 @@ def _references_of_function(function: FunctionType) -> Iterator[tuple[str, Any]]
     for name in sorted(names_read & function.__globals__.keys()):
         yield from _value_or_attributes(names_read, name, function.__globals__[name])
     names = code.co_varnames[: code.co_argcount]
-    defaults = function.__defaults__ or ()
+    defaults = function.__defaults__ or ()  # of the last arguments
     yield from zip(names[len(names) - len(defaults) :], defaults, strict=True)
     yield from (function.__kwdefaults__ or {}).items()
 

@@ -27,23 +27,17 @@ from .observe import Arguments, Watcher, observe
 from .offload import lasting_form, linearize, tensors_of
 from .projection import Projection
 from .split import smallest_of_processes
-from .verification import (
-    Errors,
-    accepted,
-    combined_errors,
-    require_as_it_was,
-    rounding_explains,
-)
+from .verification import Errors, accepted, combined_errors, require_as_it_was, rounding_explains
 
 #: The part of a run that keeps its autograd graph: ``"none"``, ``"tail"`` (after the last mixer),
 #: ``"outputs"`` (after the first mixer) or ``"all"``; see :func:`trace`.
 Graph = Literal["none", "tail", "outputs", "all"]
 
 #: The operators of a run may take the free memory divided by this number.
-_SHARE = 4
+_OPERATOR_DIVISOR = 4
 _MEMINFO = Path("/proc/meminfo")
 #: Bytes of free memory that are assumed if the system does not report them (4 GiB).
-_UNKNOWN = 2**32
+_ASSUMED_BYTES = 2**32
 
 
 class Trace:
@@ -124,8 +118,8 @@ class Trace:
             self._last = None
             layer.check_unchanged()
             linear = self._call_adapter(layer, running=False)
-            known = layer.checked  # an operator that failed its first check is not checked again
-            if self.is_of_the_run and (known is None or accepted(known.strict, layer.tolerance)):
+            first = layer.checked  # the errors in the run; Layer.verify refuses large ones
+            if self.is_of_the_run and (first is None or accepted(first.strict, layer.tolerance)):
                 require_as_it_was(layer.name, _errors(layer, linear).strict, layer.tolerance)
             self._last = (layer, linear)
         return self._last[1]
@@ -147,7 +141,7 @@ class Trace:
         self._last = None
 
     def _blame_first(self, layer: Layer) -> None:
-        """Raise for the first layer before ``layer`` whose coefficients are not finite, if any."""
+        """Raise for the first earlier layer, if any, whose NaN or infinity reached ``layer``."""
         for earlier in self.layers[: self.layers.index(layer)]:
             linearize(earlier.mixer, earlier.call).check_finite(earlier.name)
 
@@ -161,23 +155,25 @@ class Trace:
         with a different number of tokens than the last layer, such as an image tower's, are
         ignored.
         """
-        tried, size = set(), self.layers[-1].call.hidden_states.shape[:2] if self.layers else ()
+        last_size = self.layers[-1].call.hidden_states.shape[:2] if self.layers else ()
+        architectures = set()
         for layer in reversed(self.layers):
-            if layer.architecture in tried:
+            if layer.architecture in architectures:
                 continue
-            tried.add(layer.architecture)
+            architectures.add(layer.architecture)
             finite = all_finite(layer.output)
+            # layer.linear raises for coefficients that are not finite
             if (_may_have_mask(layer.call) or not finite) and layer.linear.mask is not None:
                 mask = layer.linear.mask
-                if layer.call.hidden_states.shape[:2] == size:
+                if layer.call.hidden_states.shape[:2] == last_size:
                     return mask
         return None
 
 
-def _linearized(trace: weakref.ref[Trace], is_of_the_run: bool, layer: Layer) -> LinearMixer:
+def _linearized(find_trace: weakref.ref[Trace], is_of_the_run: bool, layer: Layer) -> LinearMixer:
     """Build a layer's linear mixer on demand, even if the layer's trace no longer exists."""
-    record = trace()
-    if record is None:
+    record = find_trace()
+    if record is None:  # room 0: check like the trace, but keep no operator
         record = Trace(0 if is_of_the_run else None)
         record.layers.append(layer)
     return record.linearize(layer)
@@ -193,7 +189,7 @@ def _errors(layer: Layer, linear: LinearMixer) -> Errors:
             return Errors(0.0, 0.0)
         errors = combined_errors(linear, ordered)
         if accepted(errors.strict, layer.tolerance) or linear.map is not None:
-            return errors
+            return errors  # on a grid the outputs' tokens could not be compared below
         rounding = rounding_explains(layer.mixer, layer.call, linear.output(), linearize)
         return Errors(0.0, 0.0) if rounding else errors
 
@@ -223,10 +219,10 @@ def trace(
     Args:
         model: a module, wrapped or not (torch.compile, DataParallel, PEFT), or a bound method.
         layers: names or modules of the mixers to record. Default: None, all.
-        graph: the part of the autograd graph to keep. ``"tail"``: after the last mixer.
-            ``"outputs"``: after the first mixer, for gradients at mixer outputs. ``"all"``: also
-            for gradients at block inputs. With gradient checkpointing, take the gradients inside
-            the ``with``. Default: ``"none"``.
+        graph: the part of the autograd graph to keep, from cheap to expensive. ``"tail"``: after
+            the last mixer. ``"outputs"``: after the first mixer, for gradients at mixer outputs.
+            ``"all"``: also for gradients at block inputs. With gradient checkpointing, take the
+            gradients inside the ``with``. Default: ``"none"``.
         operators: whether operators are built directly after the mixers return, as long as they fit
             in a quarter of the free memory. Default: True; False builds them when they are read.
         verify: whether every new operator is compared with its module's output;
@@ -252,9 +248,13 @@ def trace(
     """
     module = find_model(model)
     mixers = find_mixers(module, layers)
-    free = free_memory(_device_of(module)) if operators else None
-    room = None if free is None else smallest_of_processes(free, module.modules()) // _SHARE
-    record = Trace(room, verify)
+    operator_bytes = None
+    if operators:
+        free_bytes = free_memory(_device_of(module))
+        # the processes of a model with split weights must decide alike
+        free_bytes = smallest_of_processes(free_bytes, module.modules())
+        operator_bytes = free_bytes // _OPERATOR_DIVISOR
+    record = Trace(operator_bytes, verify)
     with ExitStack() as stack:
         # with graph="tail" the recorder turns gradients on behind the last mixer
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
@@ -331,15 +331,15 @@ class Recorder(Watcher):
         self._begun: dict[nn.Module, Tensor] = {}
         self._pending: list[Layer] = []
 
-    def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
+    def enters(self, module: nn.Module, arguments: Arguments, is_block: bool) -> Arguments | None:
         """With ``graph="all"``, begin an autograd graph at the sequence that enters a block."""
         if not is_block or self.graph != "all":
             return None
-        self._begun.pop(module, None)
-        given, stream = swap_first(given, in_graph)
+        self._begun.pop(module, None)  # of an earlier call
+        arguments, stream = swap_first(arguments, in_graph)
         if stream is not None:
             self._begun[module] = stream
-        return given
+        return arguments
 
     def returned(self, mixer: Mixer, call: Call) -> None:
         """Record the call as a layer. The output after other hooks is added by :meth:`left`."""
@@ -377,7 +377,7 @@ def free_memory(device: torch.device) -> int:
         match = re.search(r"MemAvailable:\s+(\d+) kB", _MEMINFO.read_text())
         if match is not None:
             return 1024 * int(match[1])
-    return _UNKNOWN
+    return _ASSUMED_BYTES
 
 
 def bytes_of(tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> int:

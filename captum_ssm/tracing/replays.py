@@ -78,20 +78,21 @@ class Beginning:
         def on_look_up(x: Tensor) -> Tensor:
             with unseen():
                 self.looked_up = x.detach()
-            return x
+            return x  # unchanged: this run is only observed
 
         def on_entry(x: Tensor) -> Tensor:
             with unseen():
                 self.entered.setdefault(x.shape[1], x.new_zeros(()).expand(x.shape))
             return x
 
-        def shift(module: nn.Module, args: Any, output: Any) -> None:
+        def append_shifted(module: nn.Module, args: Any, output: Any) -> None:
             self.shifted.setdefault(module, []).append(output)
 
         with self.at_look_up(on_look_up), self.at_entry(None, on_entry), ExitStack() as stack:
             for module in self.model.modules():
                 if type(module).__name__ in WITHIN_TOKENS:
-                    stack.enter_context(hooked(module.register_forward_hook, shift, prepend=True))
+                    register = module.register_forward_hook
+                    stack.enter_context(hooked(register, append_shifted, prepend=True))
             yield
 
     @contextmanager
@@ -104,7 +105,8 @@ class Beginning:
         ids, is_found = self.ids, False
         calls: Counter[nn.Module] = Counter()
 
-        def look_up(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
+        def change_ours(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor | None:
+            """Hook of embedding modules: return changed embeddings at the call, else None."""
             nonlocal is_found
             table_call = module, calls[module]
             calls[module] += 1
@@ -121,7 +123,7 @@ class Beginning:
             if ids.dim() == 2 and not ids.is_floating_point():
                 for module in [self._table[0]] if self._table else self.model.modules():
                     if isinstance(module, nn.Embedding):
-                        stack.enter_context(hooked(module.register_forward_hook, look_up))
+                        stack.enter_context(hooked(module.register_forward_hook, change_ours))
             yield
 
     def _are_explained(self, args: tuple[Any, ...]) -> bool:
@@ -138,17 +140,15 @@ class Beginning:
         """
         is_done = False
 
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def change_first(x: Tensor) -> Tensor:
             nonlocal is_done
+            if is_done or x.dim() != 3 or shape not in (None, x.shape):
+                return x
+            is_done = shape is not None
+            return change(x)
 
-            def swap(x: Tensor) -> Tensor:
-                nonlocal is_done
-                if is_done or x.dim() != 3 or shape not in (None, x.shape):
-                    return x
-                is_done = shape is not None
-                return change(x)
-
-            return swap_first((args, kwargs), swap)[0]
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return swap_first((args, kwargs), change_first)[0]
 
         with ExitStack() as stack:
             for module in self.around:
@@ -226,12 +226,12 @@ class Replays:
         if not hooked_ones:
             return
         calm = self._outputs(hooked_ones, None)
-        moving = set[nn.Module]()
+        mixing = set[nn.Module]()
         for on in subsets:
             for (module, x), (_, before) in zip(self._outputs(hooked_ones, on), calm, strict=True):
                 if bool((changed(x, before) & ~on.to(x.device)).any()):
-                    moving.add(module)
-        self._settled = hooked_ones - moving
+                    mixing.add(module)
+        self._settled = hooked_ones - mixing
 
     def settle_every_hook(self) -> None:
         """Use the outputs after other forward hooks in replays, for all hooked mixers."""
@@ -239,16 +239,16 @@ class Replays:
 
     def _outputs(self, modules: Iterable[nn.Module], on: Tensor | None) -> list[tuple[Any, Tensor]]:
         """Replay with noise at tokens ``on``; return pairs of mixer and output after all hooks."""
-        found = list[tuple[Any, Tensor]]()
+        outputs = list[tuple[Any, Tensor]]()
 
-        def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            found.append((module, in_batch(first_tensor(output)).detach().clone()))
+        def append(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            outputs.append((module, in_batch(first_tensor(output)).detach().clone()))
 
         with ExitStack() as stack:
             for module in modules:
-                stack.enter_context(at_both_ends(module, _do_nothing, see))
+                stack.enter_context(at_both_ends(module, _do_nothing, append))
             self.run(lambda k, _: self.noisy(self.leaf(k), False if on is None else on, k))
-        return found
+        return outputs
 
     def _must_begin_at_ids(self) -> bool:
         """Return True if the ids that are looked up first may not be the explained ids.
@@ -256,12 +256,13 @@ class Replays:
         Called if they are equal but a copy, such as the reversed ids of a palindrome. The model
         runs once with other ids. The result is False if each token's embedding changes and no id
         occurs twice, since then the copy has their order. It is also False if the first layer's
-        input does not change.
+        input does not change, since then replays could not begin at the ids.
         """
         embeddings, ids = self.beginning.looked_up, self.beginning.ids
         has_changed = torch.zeros(ids.shape, dtype=torch.bool, device="cpu")
 
         def compare(x: Tensor) -> Tensor:
+            """Note in ``has_changed`` which tokens have other embeddings; return ``x``."""
             if embeddings is not None and x.shape == embeddings.shape:
                 has_changed[:] = changed(x, embeddings)[:, : ids.shape[1]]
             return x
@@ -305,7 +306,7 @@ class Replays:
             return x.clone()  # the model may write to it
         if not x.is_floating_point():
             ids = torch.unique(x)
-            few = len(ids) < 3  # a mean over tokens would not tell a permutation: use 0 and 1
+            few = len(ids) < 3  # exchanging two ids may keep a mean over tokens: use 0 and 1
             other = (x == 0).to(x) if few else torch.where(x == ids[0], ids[1], ids[0])
         else:
             size = x.abs().amax(-1, keepdim=True) if x.dim() > 2 else x.abs()
@@ -325,7 +326,7 @@ class Replays:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             for x in sequences_in((args, kwargs)):
                 if x.dim() == 3:
-                    limit = torch.finfo(x.dtype).max / 64  # noise stays finite
+                    limit = torch.finfo(x.dtype).max / 64  # noise is larger, and stays finite
                     size, largest = x.abs().max().clamp(max=limit), self._largest.get(x.shape[-1])
                     largest = size if largest is None else torch.maximum(size, largest.to(size))
                     self._largest[x.shape[-1]] = largest
@@ -340,7 +341,7 @@ class Replays:
         """Return noise: a direction of features for layer k, times a random size for each token."""
         features = x.shape[-1] if x.dim() > 2 else 1
         directions = self._random((_DIRECTIONS, features), x)[k % _DIRECTIONS]
-        sizes = self._random(x.shape[:2], x).roll(k + 1, 1)
+        sizes = self._random(x.shape[:2], x).roll(k + 1, 1)  # other sizes for each layer
         sizes = sizes + sizes.sign()  # at least 1, so that no token has almost no noise
         if x.dim() == 2:
             return sizes * directions
@@ -394,6 +395,7 @@ class Replays:
         left: list[Any] = []  # the latest mixer's output
 
         def return_leaf(mixer: Mixer, *args: Any, **kwargs: Any) -> Any:
+            """Stand in for a mixer's ``forward``: return the leaf in the form of its output."""
             k = self.ran
             if k == len(self.layers) or self.layers[k].mixer is not mixer:
                 raise _order_error()
@@ -409,6 +411,7 @@ class Replays:
             return left[0]
 
         def return_latest(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            """Last hook of a settled mixer, whose leaf includes the other hooks' changes."""
             return left[0]
 
         with ExitStack() as stack:
@@ -426,6 +429,7 @@ class Replays:
         """Make ``WITHIN_TOKENS`` modules return recorded outputs, shifted by ``moved`` tokens."""
 
         def forward_recorded(outputs: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+            """Stand in for ``forward``: return the output of the module's next recorded call."""
             return swap_first(next(outputs), lambda x: x.roll(moved, 1))[0]
 
         with ExitStack() as stack:
@@ -438,11 +442,11 @@ class Replays:
     def _shrink_heads(self) -> Iterator[None]:
         """Replace vocabulary heads after the last layer by copies of their input, to save time."""
 
-        def stand_in(module: nn.Linear, forward: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+        def repeat_x(module: nn.Linear, forward: Callable[..., Any], x: Tensor, *args: Any) -> Any:
             if self.ran < len(self.layers):  # layers are still to come: not a head
                 return forward(x, *args)
-            # of the head's shape; it reads the same token, and only this is asked of replays
-            copies = -(-module.out_features // x.shape[-1])
+            # replays only ask at which tokens the output changed; it keeps the head's shape
+            copies = -(-module.out_features // x.shape[-1])  # rounded up
             return torch.cat([x] * copies, -1)[..., : module.out_features]
 
         with ExitStack() as stack:
@@ -450,7 +454,7 @@ class Replays:
                 if type(module) is not nn.Linear:
                     continue
                 if module.out_features >= _WIDE * module.in_features:
-                    forward = functools.partial(stand_in, module, module.forward)
+                    forward = functools.partial(repeat_x, module, module.forward)
                     stack.enter_context(forward_replaced(module, forward))
             yield
 
@@ -475,6 +479,7 @@ def _do_nothing(*_: Any) -> None:
 
 
 def _lock_of(model: nn.Module) -> threading.RLock:
+    """Return the model's lock; it is made under another lock, so that each model has one."""
     with _making_locks:
         return _locks.setdefault(model, threading.RLock())
 
@@ -500,7 +505,7 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
         return (forward if threading.get_ident() == owner_thread else original)(*args, **kwargs)
 
     def replace() -> Callable[[], None]:
-        own_forward = vars(module).get("forward")
+        own_forward = vars(module).get("forward")  # None if only the class has it
         module.forward = by_thread
         return lambda: _restore_forward(module, own_forward)
 

@@ -39,7 +39,7 @@ def require_gathered(model: nn.Module, modules: Iterable[nn.Module]) -> None:
     for module in modules:
         is_known = is_split(module) or not _split_weights(module)
         is_known = is_known or any(map(_is_of_fsdp, model.modules()))
-        if not is_known or "_hf_tp_plan" in vars(module):
+        if not is_known or "_hf_tp_plan" in vars(module):  # of earlier versions
             name = next(name for name, other in model.named_modules() if other is module)
             raise InputError(
                 f"Module {name!r}: its weights are split between processes in a way that is not "
@@ -86,7 +86,7 @@ def smallest_of_processes(number: int, modules: Iterable[nn.Module]) -> int:
 
 
 def _split_weights(module: nn.Module) -> list[Any]:
-    """Return the module's own weights that are divided between processes."""
+    """Return the module's own weights that are divided between processes (DTensors)."""
     weights: Any = module._parameters.values()
     return [x for x in weights if not all(p.is_replicate() for p in getattr(x, "placements", ()))]
 

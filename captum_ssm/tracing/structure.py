@@ -37,7 +37,7 @@ from .replays import UNITS, Replays, changed
 #: Up to this number of tokens, each token is identified by the sets that contain it. Beyond it,
 #: random halves detect orders that move many tokens, and rolls detect orders that move few.
 _FEW = 32
-#: The number of tokens at which a replay tests whether layers read an earlier output.
+#: The most tokens at which a replay tests whether layers read one earlier output.
 _TESTS = 64
 
 #: Advice in errors about layers whose matrices cannot be multiplied.
@@ -133,6 +133,7 @@ def arrange(
 def _search(
     replays: Replays, output: Tensor, mask: Tensor | None, state: tuple[Any, ...]
 ) -> _Arrangement:
+    """Search a run for its structure. Arguments: see :func:`arrange` and :class:`_Arrangement`."""
     search = _OrderSearch(replays, output, mask)
     given = search.find_places()
     stages = _group_into_stages(replays.layers, search.links())
@@ -192,6 +193,7 @@ class _Same:
         if not isinstance(other, _Same):
             return False
         x, y = self._find(), other._find()
+        # None: the object no longer exists
         return x is not None and (x is y or (type(x) is int and x == y))
 
     __hash__ = None  # type: ignore[assignment]
@@ -210,14 +212,15 @@ def note_streams(replays: Replays) -> None:
     The input has noise, and all mixers return zeros. If noise does not reach layer k, no residual
     connection bypasses layer k - 1. In the next replay the output of layer k - 1 has the noise.
     """
-    layers, first = replays.layers, -1
+    layers, first = replays.layers, -1  # first: the layer whose output has the noise, -1: the input
     while first < len(layers) - 1:
         calm, noisy = (_replay_with_noise_after(replays, first, noise) for noise in (False, True))
         reached = [bool(changed(x, y).any()) for x, y in zip(noisy, calm, strict=True)]
+        # the first layer without noise; len(layers) is the output, len(reached) if all have noise
         end = next((k for k in range(first + 1, len(reached)) if not reached[k]), len(reached))
         for k in range(first + 1, min(end, len(layers))):  # past layer k noise reached layer k + 1
             layers[k].has_stream = k + 1 < end
-        first = max(end - 1, first + 1)
+        first = max(end - 1, first + 1)  # at least one further, so that the loop ends
 
 
 def _replay_with_noise_after(replays: Replays, first: int, noise: bool) -> list[Tensor]:
@@ -233,6 +236,7 @@ def _replay_with_noise_after(replays: Replays, first: int, noise: bool) -> list[
         own = replays.leaf(k)
         return replays.noisy(own, noise and k == first, k) if k <= first else torch.zeros_like(own)
 
+    # on: True for all tokens, False for none
     root = functools.partial(replays.noisy, on=noise) if first < 0 else None
     output = replays.run(leaf, root)
     return [*inputs, output.reshape(len(output), -1)]  # flat: only "did it change?" is asked
@@ -255,9 +259,10 @@ class _OrderSearch:
         self.indices = torch.arange(real.shape[1], device=real.device).expand_as(real)
         #: For each token of the first layer the token's index in the root (B, L), or -1 for none.
         self.given, root = self.indices, replays.root
+        #: Whether each token may have the same index in the root; find_places() tests it.
         self.in_place = root is not None and root.shape[1] == real.shape[1]
         if not self.in_place:
-            self.given = torch.full_like(self.indices, -1)
+            self.given = torch.full_like(self.indices, -1)  # not known yet
         self.orders: list[Tensor | None] = [None] * len(self.names)
         for name, x in zip(self.names, self.inputs, strict=False):
             if x.shape[:2] != real.shape:
@@ -285,7 +290,7 @@ class _OrderSearch:
 
     def order(self, k: int) -> Tensor | None:
         """Return the token order (L,) of layer k (last k: the output); None if it is unchanged."""
-        order = self.orders[k]
+        order = self.orders[k]  # (B, L)
         if order is None:
             return None
         if not bool((order == order[:1]).all()):
@@ -297,17 +302,21 @@ class _OrderSearch:
     # --- places ----------------------------------------------------------------------------
 
     def find_places(self) -> Tensor | None:
-        """Find all token orders; return for each first-layer token the index in the input."""
+        """Find all token orders; return each first-layer token's index in the input, or None.
+
+        Also set ``roots``, one or two: the tensors in which replays begin, with their ``given``.
+        """
         replays, indices = self.replays, self.indices
         self.roots = [(replays.root, self.given)]
         must_roll = indices.shape[1] > _FEW and self.all_real
         in_order = self.in_place and all(map(self._changes_exactly, self._subsets()))
         if in_order and (not must_roll or self._follows_a_roll()):
             return self._to_input_indices(indices)
+        # else identify each token by the bits of its index
         given, root = indices, replays.root
         if root is not None:
             given = self.given = self._identify_first(root.shape[1])
-            unread = ~self._root_mask(torch.ones_like(self.real))
+            unread = ~self._root_mask(torch.ones_like(self.real))  # by the first layer
             if bool(unread.any() and (given >= 0).any()):
                 reached = self._spread(unread, torch.zeros_like(self.real))
                 if any(bool((x.to(indices.device) & self.real).any()) for x in reached):
@@ -320,7 +329,7 @@ class _OrderSearch:
             self.given = self._identify_first(indices.shape[1])
         orders = self._identify(indices.shape[1], lambda on: self._spread(self._root_mask(on), on))
         for k, places in enumerate(orders):
-            places = torch.where(self.real, places, indices)
+            places = torch.where(self.real, places, indices)  # padding counts as in order
             if not torch.equal(places.sort(1).values, indices):
                 raise NotAChain(
                     f"{self.names[k]} does not read all tokens of the layers before it exactly "
@@ -333,12 +342,12 @@ class _OrderSearch:
     def _to_input_indices(self, given: Tensor) -> Tensor | None:
         """Convert token indices in the root to indices in the input; None if both are the same."""
         replays = self.replays
-        if replays.start.dim() not in (2, 3):
+        if replays.start.dim() not in (2, 3):  # such as an image
             return None
         tokens = replays.beginning.ids.shape[1]
         if given is self.indices and given.shape[1] == tokens:
             return None
-        given = torch.where(given < tokens, given, -1)
+        given = torch.where(given < tokens, given, -1)  # later tokens were added by forward_func
         same = given.shape[1] == tokens and torch.equal(given, self.indices)
         if not bool((given >= 0).any()):
             raise NotAChain(f"{self.names[0]} reads no token of the inputs. {OF_A_TOWER}")
@@ -358,13 +367,14 @@ class _OrderSearch:
             return
         for _ in range(1 if self.all_real else 3):
             random_numbers = torch.rand(self.real.shape, generator=self.generator, device="cpu")
-            on = random_numbers.argsort(1).to(device) < tokens // 2
-            yield from (on, ~on)
+            random_half = random_numbers.argsort(1).to(device) < tokens // 2
+            yield from (random_half, ~random_half)
 
     def _sets_by_bit(self, tokens: int) -> Iterator[Tensor]:
         """Yield one mask (B, L) per bit, True if ``token index ^ example index`` has this bit."""
-        salted = torch.arange(tokens, device=self.real.device) ^ self._salt()
-        for bit in range(max(1, (max(tokens, len(self.real)) - 1).bit_length())):
+        salted = torch.arange(tokens, device=self.real.device) ^ self._salt()  # (B, L)
+        largest = max(tokens, len(self.real)) - 1
+        for bit in range(max(1, largest.bit_length())):
             yield (salted >> bit & 1).bool()
 
     def _salt(self) -> Tensor:
@@ -379,18 +389,19 @@ class _OrderSearch:
         *masks, last = (x.to(on.device) for x in self._spread(on, on))
         exact = torch.stack([((x == on) | ~self.real).all() for x in (*masks, last)])
         # the last mask is the output's, or for a pooled output the last layer's
-        answers = torch.stack([exact[:-1].all(), exact[-1], last.any() | ~on.any()]).tolist()
-        if self.per_token and not answers[2]:  # a head of zeros, or no output reads these tokens
+        answers = torch.stack([exact[:-1].all(), exact[-1], last.any() | ~on.any()])  # read once
+        are_exact, last_is_exact, last_has_noise = answers.tolist()
+        if self.per_token and not last_has_noise:  # a head of zeros, or it does not read ``on``
             everywhere = torch.ones_like(on)
             self.per_token = bool(self._spread(everywhere, everywhere)[-1].any())
-            return bool(answers[0]) and not self.per_token
-        return bool(answers[0] and answers[1])
+            return bool(are_exact) and not self.per_token
+        return bool(are_exact and last_is_exact)
 
     def _follows_a_roll(self) -> bool:
         """Return True if rolling input tokens and mixers' outputs by one rolls all layers' inputs.
 
-        False if a layer reorders only some tokens, or if position embeddings are added between
-        layers.
+        False if a layer swaps only two tokens, which random halves may miss, or if position
+        embeddings are added between layers.
         """
         replays, root = self.replays, self.replays.root
         replays.root = root if replays.entry is None else replays.entry
@@ -413,6 +424,7 @@ class _OrderSearch:
         """Convert a mask of first-layer tokens (B, L) to a mask of root tokens (B, L')."""
         root = self.replays.root
         size = self.real.shape[1] if root is None else root.shape[1]
+        # one more column, cut off at the end, takes the tokens that are not in the root
         mask = torch.zeros(len(on), size + 1, dtype=torch.bool, device=on.device)
         return mask.scatter_(1, self.given.where(self.given >= 0, size), on)[:, :size]
 
@@ -453,7 +465,8 @@ class _OrderSearch:
     def _identify(self, tokens: int, spread: Callable[[Tensor], list[Tensor]]) -> list[Tensor]:
         """Find by replays the token index that each layer reads at each position, -1 for none.
 
-        ``spread`` is a replay with noise at a mask of tokens, and returns where noise arrived.
+        ``spread`` is a replay with noise at a mask of tokens, and returns where noise arrived: for
+        a mask of one bit of the index, at the positions whose token's index has this bit.
         """
         indices: list[Tensor] = []
         for bit, subset in enumerate(self._sets_by_bit(tokens)):
@@ -478,13 +491,13 @@ class _OrderSearch:
             on: about half of the tokens (B, L).
         """
         calm_run = self._modules_before(k, self._replay_without_noise)
-        first, second = (self._modules_before(k, functools.partial(spread, x)) for x in (on, ~on))
+        run_on, run_off = (self._modules_before(k, functools.partial(spread, x)) for x in (on, ~on))
         where = f"after {_lower_first(self.names[k - 1])}" if k else "before the first layer"
-        for (name, *calm), (_, *one), (_, *other) in zip(calm_run, first, second, strict=False):
-            ends = zip(calm, one, other, strict=True)  # the module's input and output in each run
+        for calm, noise_on, noise_off in zip(calm_run, run_on, run_off, strict=False):
+            names, *ends = zip(calm, noise_on, noise_off, strict=True)  # ends: inputs, outputs
             input_mixes, output_mixes = (_has_mixed_entry(*values) for values in ends)
             if output_mixes and not input_mixes:
-                where = f"in module {name!r}"
+                where = f"in module {names[0]!r}"
                 break
         return InputError(
             f"{self.names[k]} reads tokens that an unsupported module or function has mixed "
@@ -562,7 +575,7 @@ class _OrderSearch:
             links[:, 0] = True  # the path around the first stage is not known
         if not self.per_token:
             self._test_links_of_pooled(links)
-        if not bool(links[-1].any()):
+        if not bool(links[-1].any()):  # such as a head of zeros
             raise NotAChain(
                 "No layer's output changes the model's output, so it cannot be determined whether "
                 f"the model's output reads the layers, and in which token order. {INSTEAD}"
@@ -577,10 +590,12 @@ class _OrderSearch:
             columns: the column of ``links`` that is tested at each of these tokens (T,).
             links: the mask that :meth:`_links_from_root` returns.
         """
-        no_column, length = links.shape[1], self.indices.shape[1]
+        no_column = links.shape[1]  # larger than any column: such tokens have no zeros
+        length = self.indices.shape[1]
         column_at = torch.full_like(self.indices, no_column).flatten()
         column_at[tokens] = columns
         column_at = column_at.view_as(self.indices)
+        # for each layer and the output, in its own order of tokens: the columns, and ``tokens``
         columns_at = [column_at if x is None else column_at.gather(1, x) for x in self.orders]
         places = [
             tokens if order is None else tokens - tokens % length + _inverse(order)[tokens]
@@ -609,9 +624,9 @@ class _OrderSearch:
             return values
 
         for k, (calm, noisy) in enumerate(zip(replay(False), replay(True), strict=True)):
-            reads = changed(noisy, calm).to(columns.device) & (columns <= k)
+            reads = changed(noisy, calm).to(columns.device) & (columns <= k)  # earlier outputs
             row = links.new_zeros(no_column + 1).scatter_(0, columns.where(reads, no_column), True)
-            links[k] |= row[:no_column]
+            links[k] |= row[:no_column]  # without the columns that were tested and not read
 
     def _test_links_of_pooled(self, links: Tensor) -> None:
         """Find the outputs that a pooled output reads; set the last row of ``links`` to them.
@@ -651,12 +666,13 @@ class _OrderSearch:
             return pooled.reshape(len(pooled), -1)
 
         everywhere, given = torch.ones_like(self.real), self.given >= 0
-        calm = pooled_output(~everywhere, False)
+        calm = pooled_output(~everywhere, noise_elsewhere=False)
         for k in stage:
             links[-1, k + 1] = changed(pooled_output(everywhere, False, k), calm).any()
         stage = [k for k in stage if links[-1, k + 1]]
         if len(stage) > 1:
             halves = [x for half in self._sets_by_bit(self.real.shape[1]) for x in (half, ~half)]
+            # by layer: the halves and examples (sets, B) in which noise changes the output
             answers = [
                 torch.stack([changed(pooled_output(mask, False, k), calm) for mask in halves])
                 for k in stage
@@ -668,7 +684,7 @@ class _OrderSearch:
                     f"{_lower_first(self.names[others[0]])} at different tokens. {INSTEAD}"
                 )
         earlier = links[last].nonzero().flatten()
-        links[-1, earlier] = changed(pooled_output(~everywhere, True), calm).any()
+        links[-1, earlier] = changed(pooled_output(~everywhere, noise_elsewhere=True), calm).any()
         if earlier.tolist() == [0] and not bool(given.all()):
             # an output that reads only tokens added by the model never meets noise in the root;
             # such tokens are taken to pass the layers by
@@ -686,6 +702,7 @@ def _lower_first(name: str) -> str:
 
 
 def _shape_complaint(name: str, x: Tensor, before: Tensor) -> str:
+    """Return the error text for a layer whose input has another shape in a replay."""
     shapes = f"shape {tuple(x.shape)} when the model runs again, not {tuple(before.shape)}"
     return f"{name} reads an input of {shapes}. Make forward_func repeatable, or use LatimFlow."
 
@@ -694,7 +711,7 @@ def _has_mixed_entry(calm: Tensor, one: Tensor, other: Tensor) -> bool:
     """Return True if an entry depends on two token sets: it changes with noise at either set."""
     if calm.shape != one.shape or calm.shape != other.shape:
         return False
-    limit = UNITS * torch.finfo(calm.dtype).eps * calm.abs().max()
+    limit = UNITS * torch.finfo(calm.dtype).eps * calm.abs().max()  # of rounding
     return bool((((one - calm).abs() > limit) & ((other - calm).abs() > limit)).any())
 
 
@@ -706,7 +723,7 @@ def _group_into_stages(layers: Sequence[Layer], links: Tensor) -> list[tuple[lis
     """
     # by layer the columns that it reads: 0 is the root, k + 1 the output of layer k
     reads = [set(row.nonzero().flatten().tolist()) for row in links.cpu()]
-    feeds: set[int] = set()
+    feeds: set[int] = set()  # layers whose output only the next mixers of their stage read
     stages: list[list[int]] = []
     for k, layer in enumerate(layers):
         is_fed = bool(stages) and stages[-1][-1] in feeds
@@ -763,16 +780,17 @@ def tokens_read(replays: Replays) -> list[Tensor | None]:
     """
     entering = [layer.call.hidden_states for layer in replays.layers]
     first = entering[0] if replays.root is None else replays.root
-    sets = _halves(first.shape[0] * first.shape[1])
+    sets = _halves(first.shape[0] * first.shape[1])  # (B L, sets)
     changes = [_tokens_changed_by(replays, entering, on.view(first.shape[:2])) for on in sets.T]
     return [
-        _decode_tokens(torch.stack(of_layer, -1), sets, first.shape[1])
-        for of_layer in zip(*changes, strict=True)
+        _decode_tokens(torch.stack(masks_of_layer, -1), sets, first.shape[1])
+        for masks_of_layer in zip(*changes, strict=True)
     ]
 
 
 def _halves(tokens: int) -> Tensor:
     """Return a mask (tokens, sets): each token is in half of the sets, no two in the same half."""
+    # the smallest number of sets that has enough different halves
     count = next(n for n in itertools.count(2) if math.comb(n, n // 2) >= tokens)
     sets_of_tokens = itertools.islice(itertools.combinations(range(count), count // 2), tokens)
     index = torch.tensor(list(sets_of_tokens), device="cpu")
@@ -806,11 +824,12 @@ def _decode_tokens(changes: Tensor, sets: Tensor, tokens: int) -> Tensor | None:
     """
     powers = 2 ** torch.arange(sets.shape[1], device="cpu")
     codes, token_of_code = (sets * powers).sum(1).sort()  # a code: a token's sets as binary digits
-    code = (changes * powers).sum(-1)
+    code = (changes * powers).sum(-1)  # of each position, 0 if it never changed
     nearest = torch.searchsorted(codes, code).clamp_max(len(codes) - 1)
     token, is_known = token_of_code[nearest], codes[nearest] == code
     rows = torch.arange(len(code), device="cpu").view(-1, *[1] * (code.dim() - 1))
     is_read = is_known & (token // tokens == rows)  # not a token of another example
+    # a position that changed, but not like one token of its example, reads several
     if bool((~is_read & (code > 0)).any()) or not bool(is_read.any()):
         return None
     return torch.where(is_read, token % tokens, -1)

@@ -14,6 +14,9 @@ from .way import AffineStep, Way, along
 _SAMPLE = 16
 #: Exceptions that a module may raise for an input of the wrong kind.
 _OF_INPUTS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+#: Units in the last place of a tensor's largest value that count as rounding: in float32, whose
+#: sums round many times, and in half precision, whose sums kernels round only at the end.
+_UNITS, _UNITS_OF_HALF = 64, 4
 
 
 class Branch(NamedTuple):
@@ -27,13 +30,14 @@ def rounding_of(x: Tensor, times: int = 1) -> Tensor:
     """Return the largest difference from ``x`` that counts as rounding.
 
     In float64 the limit of float32 is used, since such models compute parts in float32. ``times``
-    raises the limit, for norms and products, except in half precision.
+    raises the limit, for norms and products, but not in half precision, where it is large anyway.
     """
-    units = 64 * times if x.dtype.itemsize > 2 else 4
+    units = _UNITS * times if x.dtype.itemsize > 2 else _UNITS_OF_HALF
     return units * _eps(x) * x.abs().max()
 
 
 def _eps(x: Tensor) -> float:
+    """Return the spacing of numbers at 1 in the dtype of ``x``, in float32 at the finest."""
     return max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)
 
 
@@ -48,20 +52,21 @@ def fit(branches: Sequence[Branch], change: Tensor, x: Tensor) -> Way | None:
     if not change.numel():
         return None
     limit = torch.maximum(rounding_of(x), rounding_of(change)) / (4 if x.dtype.itemsize > 2 else 1)
-    if not bool(change.abs().max() > 8 * limit):
+    if not bool(change.abs().max() > 8 * limit):  # rounding, which fits anything
         return None
     for steps, branch_change in reversed(branches):
         if branch_change.shape != change.shape:
             continue
         branch_change = branch_change.to(change)
         scale = (branch_change * change).sum() / branch_change.square().sum()
-        scale = torch.where((scale - 1).abs() <= max(1e-5, _eps(x)), 1, scale)
+        scale = torch.where((scale - 1).abs() <= max(1e-5, _eps(x)), 1, scale)  # 1 despite rounding
         gain = (branch_change * change).sum(0) / branch_change.square().sum(0)
         errors = [(change - factor * branch_change).abs().max() for factor in (scale, gain)]
-        scalar, by_scalar, by_feature, accepted = torch.stack([scale, *errors, limit]).tolist()
-        if by_scalar <= accepted:
+        numbers = torch.stack([scale, *errors, limit]).tolist()  # one wait for a GPU
+        scalar, error_of_scale, error_of_gain, accepted = numbers
+        if error_of_scale <= accepted:
             return [*steps, *([] if scalar == 1 else [AffineStep(scalar)])]
-        if len(branch_change) > 1 and by_feature <= accepted:
+        if len(branch_change) > 1 and error_of_gain <= accepted:  # one token fits any gain
             return [*steps, AffineStep(gain)]
     return _sum_of(branches, change, limit)
 
@@ -73,14 +78,17 @@ def _sum_of(branches: Sequence[Branch], change: Tensor, limit: Tensor) -> Way | 
         return None
     changes = torch.stack([branch.change.flatten() for branch in candidates], 1).to(change).double()
     flat = change.flatten()[:, None].double()
-    weights = torch.linalg.lstsq(changes, flat).solution
+    weights = torch.linalg.lstsq(changes, flat).solution  # changes @ weights = flat
     if not bool((changes @ weights - flat).abs().max() <= limit):
         return None
     return weighted_sum([branch.steps for branch in candidates], weights.flatten().tolist())
 
 
 def weighted_sum(ways: Sequence[Way], weights: Sequence[float]) -> Way | None:
-    """Return steps equal to a weighted sum of ``ways``; None if a step differs between tokens."""
+    """Return steps equal to a weighted sum of ``ways``; None if a step differs between tokens.
+
+    First the steps that all ways share, then one step: what the others do to unit vectors and 0.
+    """
     shared = 0  # the number of first steps that all ways have in common
     while all(len(way) > shared and way[shared] is ways[0][shared] for way in ways):
         shared += 1
@@ -88,7 +96,7 @@ def weighted_sum(ways: Sequence[Way], weights: Sequence[float]) -> Way | None:
     if not all(step.is_alike for rest in rests for step in rest):
         return None
     matrices = [step.matrix for rest in rests for step in rest if step.matrix is not None]
-    if not matrices:
+    if not matrices:  # nothing shows the number of features
         return None
     eye = torch.eye(len(matrices[0]), dtype=matrices[0].dtype, device=matrices[0].device)
     bias = sum(
@@ -136,6 +144,7 @@ def likely_relations(
     def sample(x: Tensor) -> Tensor:
         return x.flatten(0, 1)[::step][:_SAMPLE]
 
+    # x (S, E); xs and gaps, one entry for each input: (I, S, E); all_xs (I + O, S, E)
     x, xs = sample(rest), torch.stack([*map(sample, inputs)])
     all_xs = torch.stack([*map(sample, [*inputs, *outputs])]).to(x)
     scale = (xs * x).sum((1, 2), keepdim=True) / xs.square().sum((1, 2), keepdim=True)
@@ -146,15 +155,12 @@ def likely_relations(
     sum_errors = torch.stack([(gap - all_xs).abs().amax((1, 2)) for gap in gaps])
     fits = torch.cat([scaled_error[:, None], shifted_error[:, None], sum_errors], 1) <= limit
     relations = list[tuple[str, Tensor, Tensor]]()
-    for a, (is_scaled, is_shifted, *sums) in zip(inputs, fits.tolist(), strict=True):
+    for a, (is_scaled, is_shifted, *are_sums) in zip(inputs, fits.tolist(), strict=True):
         relations += [("scaled", a, a)] * is_scaled + [("shifted", a, a)] * is_shifted
-        pairs = zip([*inputs, *outputs], sums, strict=True)
-        relations += [
-            ("sum" if i < len(inputs) else "part", a, b)
-            for i, (b, is_sum) in enumerate(pairs)
-            if is_sum
-        ]
-    order = ["scaled", "shifted", "sum", "part"]
+        for i, (b, is_sum) in enumerate(zip([*inputs, *outputs], are_sums, strict=True)):
+            if is_sum:
+                relations.append(("sum" if i < len(inputs) else "part", a, b))
+    order = ["scaled", "shifted", "sum", "part"]  # the simplest first
     return sorted(relations, key=lambda relation: order.index(relation[0]))
 
 
@@ -170,7 +176,7 @@ def steps_of(module: nn.Module, x: Tensor, out: Tensor) -> Way | None:
     try:
         bias = module(torch.zeros_like(x[:1, :1]))
         eye = torch.eye(width, dtype=x.dtype, device=x.device)
-        matrix = (module(eye[None]) - bias)[0]
+        matrix = (module(eye[None]) - bias)[0]  # (E, E'), from each unit vector as a token
     except _OF_INPUTS:  # the module takes no such sequence
         return None
     bias = bias[0, 0]
@@ -189,11 +195,11 @@ def norm_of(x: Tensor, out: Tensor, bias: Tensor | None) -> Way | None:
     if x.shape[:2].numel() < 2 or not out.any():  # one token, or zeros, are a norm of anything
         return None
     shift = 0.0 if bias is None else bias
-    for is_centered in (False, True):
+    for is_centered in (False, True):  # RMS norm, then layer norm
         inner = x - x.mean(-1, keepdim=True) if is_centered else x
         a, b = inner.double().flatten(0, 1), (out - shift).double().flatten(0, 1)
         # b = a * size * gain, with one size for each token and one gain for each feature
-        token = a.abs().amin(-1).argmax()  # the token whose smallest feature is the largest
+        token = a.abs().amin(-1).argmax()  # whose features are farthest from 0, to divide by
         gain = b[token] / a[token].where(a[token] != 0, 1)
         for _ in range(3):  # alternating least squares
             size = _quotient(b, a * gain, -1)

@@ -32,12 +32,7 @@ T = TypeVar("T")
 #: Largest max|a - b| / max|b| that ``verify`` accepts, by the dtype the model computed in.
 #: Models in float64 are allowed as much as in float32, to which transformers and mamba_ssm round
 #: parts of their recurrences.
-TOLERANCES = {
-    torch.float64: 1e-5,
-    torch.float32: 1e-5,
-    torch.bfloat16: 1e-1,
-    torch.float16: 5e-2,
-}
+TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 5e-2}
 #: The limit for float32 on a GPU, whose kernels may multiply in TF32 with 10 bits.
 _TF32 = 5e-3
 #: Number of tokens beyond which the tolerance grows in proportion, as the rounding of long sums
@@ -95,11 +90,11 @@ class Errors(NamedTuple):
     def strict(self) -> Error:
         """The larger error, with ``sums`` times 4 because the tolerance of sums is smaller."""
         sums, numbers = self.sums, self.numbers
-        if isinstance(sums, tuple):
+        if isinstance(sums, tuple):  # numbers, too, or 0.0: nothing was compared
             stricter = (x._replace(factor=_STRICTER * x.factor) for x in sums)
             return (*stricter, *(numbers if isinstance(numbers, tuple) else ()))
         assert not isinstance(numbers, tuple)
-        return max(_STRICTER * sums, numbers)  # the first of them is NaN if one is
+        return max(_STRICTER * sums, numbers)  # max keeps a first NaN; sums is NaN if one is
 
 
 def accepted(error: Error, limit: float) -> bool:
@@ -113,8 +108,8 @@ def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
     """Return the errors of ``rebuilt`` (B, L, E) in single entries and sums with random signs."""
     differences = rebuilt - real.to(rebuilt)
     batch, tokens, *_ = real.shape
-    signs = _signs(_DRAWS, batch, tokens, rebuilt)
-    sums = (signs[:, :, None] @ differences).squeeze(2)
+    signs = _signs(_DRAWS, batch, tokens, rebuilt)  # (draws, B, L)
+    sums = (signs[:, :, None] @ differences).squeeze(2)  # (draws, B, E)
     if are_noted(real):
         return Errors(*_ratios(real, differences, sums))
     return Errors(float(_largest(differences, real)), _error_of_sums(sums, real))
@@ -123,11 +118,12 @@ def output_errors(rebuilt: Tensor, real: Tensor) -> Errors:
 def combined_errors(linear: LinearMixer, real: Tensor) -> Errors:
     """Return the errors of sums with random signs, by one adjoint of the operator.
 
-    ``real`` is the module's output (B, L, E), in the operator's token order.
+    ``real`` is the module's output (B, L, E), in the operator's token order. With signs s the sum
+    over tokens of s y is expected to be (s^T A x) W + (s^T 1) rest, for y = (A x) W + rest.
     """
     operator = linear.operator
     by_channel = all(leaf.per_channel() is leaf for leaf in operator.leaves())
-    if linear.end_to_end or not by_channel:
+    if linear.end_to_end or not by_channel:  # one adjoint would sum over output channels
         return output_errors(linear.output(), real)
     batch, tokens, *_ = operator.shape
     signs = _signs(1, batch, tokens, linear.values)[0]
@@ -158,7 +154,7 @@ def _ratios(
     of single entries, or None. ``sums`` are the errors of sums.
     """
     size, of_sums, *of_numbers = largest([x for x in (real, sums, differences) if x is not None])
-    at_most(size, torch.finfo(size.dtype).max)
+    at_most(size, torch.finfo(size.dtype).max)  # notes the check that ``real`` is finite
     root = math.sqrt(real.shape[1])
     numbers = tuple(Ratio(number, size) for number in of_numbers)
     return numbers, (Ratio(of_sums, size, 1 / root),)
@@ -185,13 +181,17 @@ def _signs(draws: int, batch: int, tokens: int, like: Tensor) -> Tensor:
         first, second = _FACTORS  # integers wrap around
         x = torch.arange(1, 1 + draws * batch * tokens, device=like.device) * first
         x = torch.bitwise_xor(x, x >> 31) * second
-        return ((x >> 40) & 1).mul_(2).sub_(1).view(draws, batch, tokens).to(like.dtype)
+        random_bits = (x >> 40) & 1
+        return random_bits.mul_(2).sub_(1).view(draws, batch, tokens).to(like.dtype)
 
     return read_once(("signs", draws, batch, tokens, like.device, like.dtype), hashed)
 
 
 def _combined(operator: Operator, row: Tensor, values: Tensor) -> Tensor:
-    """Return the sum over tokens of ``row`` times the operator's output, (B, H, P)."""
+    """Return the sum over tokens of ``row`` times the operator's output, (B, H, P).
+
+    The output is A x plus offsets, so this is the sum of (A^T row) x, plus ``row`` times offsets.
+    """
     common: list[tuple[Tensor, Tensor]] = []  # sums of a row, and offsets common to all tokens
     offset_sums: list[Tensor] = []
 
@@ -204,7 +204,7 @@ def _combined(operator: Operator, row: Tensor, values: Tensor) -> Tensor:
         if isinstance(part, Sum) and any(isinstance(factor, Chain) for factor in part.parts):
             return sum_tensors(pull_back(factor, row) for factor in part.parts)
         offset = part.offset()
-        if offset is not None and offset.stride(1) == 0:
+        if offset is not None and offset.stride(1) == 0:  # expanded along the tokens
             common.append((row.sum(1), offset[:, 0]))
         elif offset is not None:
             offset_sums.append((row * offset).sum(1))
@@ -228,7 +228,7 @@ def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Line
     """
     if rebuilt.device.type in WITHOUT_DOUBLE:
         return False
-    parameters = {
+    parameters = {  # by the names that they have in _Inside
         f"module.{name}": x.double() if x.is_floating_point() else x
         for name, x in (*mixer.module.named_parameters(), *mixer.module.named_buffers())
     }
@@ -245,7 +245,7 @@ def rounding_explains(mixer: Mixer, call: Call, rebuilt: Tensor, linearize: Line
         truth, exact = torch.func.functional_call(_Inside(mixer.module), parameters, (in_double,))
     except (RuntimeError, TypeError, NotImplementedError):  # a module of a single dtype
         return False
-    if truth.dtype != torch.float64:
+    if truth.dtype != torch.float64:  # the module converts to another dtype
         return False
     real = call.output_tensor
     is_accepted = any(accepted(output_errors(x, truth).strict, _ROUNDED) for x in (exact, rebuilt))

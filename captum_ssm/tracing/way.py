@@ -38,11 +38,9 @@ class AffineStep(NamedTuple):
     def is_of_tokens(self) -> bool:
         """Return True if the factor is one scalar for each token (B, L, 1)."""
         factor = self.factor
-        return (
-            isinstance(factor, Tensor)
-            and factor.dim() == 3
-            and factor.shape[1] > 1 == factor.shape[2]
-        )
+        if not isinstance(factor, Tensor) or factor.dim() != 3:
+            return False
+        return factor.shape[1] > 1 and factor.shape[2] == 1
 
     @property
     def is_alike(self) -> bool:

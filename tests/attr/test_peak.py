@@ -102,7 +102,7 @@ def test_inside_a_model_a_block_more_adds_few_streams(of: Any, kept: int) -> Non
 
 def test_a_row_holds_two_sequences_of_each_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mixer's input and output: replays hold nothing more, if no operator is kept."""
-    monkeypatch.setattr(record, "_SHARE", 2**60)
+    monkeypatch.setattr(record, "_OPERATOR_DIVISOR", 2**60)
     monkeypatch.setattr(structure, "_TESTS", 4)
     ids = torch.randint(15, (1, TOKENS))
     rollouts = (ImplicitAttentionRollout(model(n)) for n in (LAYERS, 3 * LAYERS))

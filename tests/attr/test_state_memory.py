@@ -32,7 +32,7 @@ def test_the_state_is_the_one_of_the_run() -> None:
 def test_operators_without_room_are_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = mamba_lm(), torch.randint(15, (2, 9))
     kept = StateMemory(model).of(ids)
-    monkeypatch.setattr(record, "_SHARE", 2**60)
+    monkeypatch.setattr(record, "_OPERATOR_DIVISOR", 2**60)
     again = StateMemory(model).of(ids)
     for one, other in zip(kept, again, strict=True):
         assert one.kept is not None

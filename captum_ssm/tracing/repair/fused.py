@@ -60,7 +60,7 @@ def _norm_of_mamba_ssm(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def norm(*args: Any) -> Any:
         x, weight, bias, residual, x1, weight1, _, eps, dropout_p, rowscale, *options = args
-        returns_mask = options.pop()
+        returns_mask = options.pop()  # left are prenorm, residual_in_fp32 and is_rms_norm
         if dropout_p or returns_mask or any(y is not None for y in (x1, weight1, rowscale)):
             return original(*args)
         return _norm(x, weight, bias, residual, eps, *options)
@@ -109,12 +109,14 @@ def _gated_norm_of_fla(original: Callable[..., Any]) -> Callable[..., Any]:
 def _norm_linear(
     x: Tensor, weight: Any, bias: Any, matrix: Tensor, shift: Any, *options: Any
 ) -> Tensor:
+    """Return matrix norm(x) + shift; ``options`` are the further arguments of :func:`_norm`."""
     return F.linear(_norm(x, weight, bias, *options), matrix, shift)
 
 
-def _gated_norm_linear(
+def _gated_linear(
     x: Tensor, z: Tensor, weight: Any, bias: Any, matrix: Tensor, shift: Any, *options: Any
 ) -> Tensor:
+    """Return matrix norm(x, gate z) + shift; ``options`` begin with the residual and eps."""
     _, eps, *_, is_rms_norm = options
     return F.linear(gated_norm(x, weight, bias, z, eps, is_rms_norm=is_rms_norm), matrix, shift)
 
@@ -127,6 +129,7 @@ def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:
         offset = how.get("seqlen_offsets", 0)
         if interleaved or how.get("cu_seqlens") is not None or not isinstance(offset, int):
             return original(x, cos, sin, interleaved=interleaved, **how)
+        # the first features are turned by angles in pairs (i, half + i); the rest stays
         cos, sin = (y[offset : offset + x.shape[1], None].to(x.dtype) for y in (cos, sin))
         half = cos.shape[-1]
         first, second, rest = x.tensor_split((half, 2 * half), -1)
@@ -157,7 +160,7 @@ def _token_shift(
     before, last = F.pad(x[:, :-1], (0, 0, 1, 0)), x[:, -1]
     if cache is not None:
         before = torch.cat([cache[:, None], x[:, :-1]], 1)
-    if cu_seqlens is not None:
+    if cu_seqlens is not None:  # the first indices of packed sequences, and the end
         positions = torch.arange(x.shape[1], device=x.device)
         is_start = (positions[:, None] == cu_seqlens[:-1]).any(1)
         before, last = before.masked_fill(is_start[:, None], 0), x[0, cu_seqlens[1:] - 1]
@@ -221,11 +224,7 @@ _FUSED: tuple[Repair, ...] = (
     ("fla.modules.token_shift", "TokenShift.apply", _shift),
     ("fla.modules.norm.layernorm", "LayerNormLinearFunction.apply", _by(_norm_linear)),
     ("fla.modules.norm.fused_norm_gate", "LayerNormGatedFunction.apply", _gated_norm_of_fla),
-    (
-        "fla.modules.norm.fused_norm_gate",
-        "LayerNormGatedLinearFunction.apply",
-        _by(_gated_norm_linear),
-    ),
+    ("fla.modules.norm.fused_norm_gate", "LayerNormGatedLinearFunction.apply", _by(_gated_linear)),
     ("fla.modules.norm.layernorm_gated", "LayerNormFn.apply", _by(gated_norm)),
     ("mamba_ssm.ops.triton.layernorm_gated", "LayerNormFn.apply", _by(gated_norm)),
     ("fla.modules.rotary.ops", "rotary_embedding", _rotation),

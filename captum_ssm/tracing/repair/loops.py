@@ -36,11 +36,7 @@ Average = list[Tensor]
 def repaired_scans() -> Iterator[None]:
     """Replace slow CPU loops over tokens in imported packages, until the last nested context exits.
 
-    Results are the same up to rounding. Contexts may be nested, and entered by several
-    threads.
-
-    Yields:
-        Nothing.
+    Results are the same up to rounding. Contexts may be nested, and entered by several threads.
 
     Example:
         >>> import torch
@@ -59,7 +55,7 @@ def repaired_scans() -> Iterator[None]:
 
 def replacing(repairs: Iterable[Repair]) -> Undo:
     """Replace functions of packages that are imported; return a function that puts them back."""
-    originals: list[tuple[Any, str, Function, bool]] = []
+    originals: list[tuple[Any, str, Function, bool]] = []  # True: an attribute of the holder itself
     for name, path, repaired in repairs:
         holder: Any = sys.modules.get(name)
         *outer, attribute = path.split(".")
@@ -140,7 +136,7 @@ def rg_lru(
     recurrent_states: Tensor | None,
     acc_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Compute RecurrentGemma's ``_rnn_scan``, with the same arguments.
+    """Compute RecurrentGemma's ``_rnn_scan``, h_t = a_t h_{t-1} + x_t, with the same arguments.
 
     Args:
         hidden_states: gated inputs (B, L, D).
@@ -169,6 +165,9 @@ def wkv(
 ) -> tuple[Tensor, Average | None]:
     """Compute RWKV-4's ``rwkv_linear_attention_cpu``, with the same arguments.
 
+    y_t is the mean of v_1, ..., v_t with weights exp(k_s - (t - 1 - s) r) for s < t, and
+    exp(k_t + ``time_first``), with the decay rate r.
+
     Args:
         time_decay: logarithms of the decay rates (D,).
         time_first: bonus of a token's own key (D,).
@@ -181,7 +180,7 @@ def wkv(
     average = [zeros, zeros, zeros - 1e38] if state is None else state
     outputs = []
     for k, v in zip(key.float().unbind(1), value.unbind(1), strict=True):
-        numerator, denominator, _ = _joined(average, k + time_first, v)
+        numerator, denominator, _ = _joined(average, k + time_first, v)  # not stored
         outputs.append((numerator / denominator).to(key.dtype))
         average = _joined([*average[:2], average[2] + rate], k, v)
     state_after = average if return_state or state is not None else None
