@@ -49,6 +49,7 @@ def sparing_caches(model: nn.Module) -> Iterator[None]:
     running: list[nn.Module] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pre-hook: return arguments with the cache's copy in the outermost call, else None."""
         running.append(module)
         name, cache = cache_of(module, args, kwargs)
         if cache is None or len(running) > 1:  # the outermost module's call has copied or made it

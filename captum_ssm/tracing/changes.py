@@ -102,13 +102,13 @@ def replaced_in_thread(
     thread, own_attributes = threading.get_ident(), vars(holder)
 
     def replace() -> Undo:
-        """Add the function to the attribute's dispatcher, and make the dispatcher if needed."""
-        if not isinstance(own_attributes.get(name), _ByThread):  # else it has the original
+        """Add the function to the attribute's dispatcher; the first user makes the dispatcher."""
+        if not isinstance(own_attributes.get(name), _ByThread):  # which is not the original
             own_attributes[name] = _ByThread(getattr(holder, name), name in own_attributes)
         dispatcher = own_attributes[name]
         dispatcher.replacements.setdefault(thread, []).append(function)
 
-        def restore() -> None:  # by id, since a forked process may call it in another thread
+        def restore() -> None:  # with ``thread``, as a forked process may call it in another
             dispatcher.replacements[thread].pop()  # a thread's contexts nest: the latest is ours
             if not dispatcher.replacements[thread]:
                 del dispatcher.replacements[thread]

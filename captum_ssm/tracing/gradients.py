@@ -99,8 +99,8 @@ def _checkpoints_without_reentry(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             checkpoint = value_in_thread(module, _CHECKPOINTING)
             if isinstance(checkpoint, functools.partial) and "use_reentrant" in checkpoint.keywords:
-                replacement = functools.partial(checkpoint, use_reentrant=False)
-                replacement = functools.partial(_checkpoint_run, replacement)
+                non_reentrant = functools.partial(checkpoint, use_reentrant=False)
+                replacement = functools.partial(_checkpoint_run, non_reentrant)
                 stack.enter_context(replaced_in_thread(module, _CHECKPOINTING, replacement))
         yield
 

@@ -314,10 +314,10 @@ class _JoinSearch:
 
     def _joins_read_elsewhere(self, joins: Sequence[_Join]) -> set[_Join]:
         """Return the joins whose outputs the model also reads outside of the residual stream."""
-        known = [join for join in joins if join.sum is not None and join.sum.at is not None]
-        if not known or not self._is_read_elsewhere(known):  # usually one replay for all
+        with_sum = [join for join in joins if join.sum is not None and join.sum.at is not None]
+        if not with_sum or not self._is_read_elsewhere(with_sum):  # usually one replay for all
             return set()
-        return {join for join in known if self._is_read_elsewhere([join])}
+        return {join for join in with_sum if self._is_read_elsewhere([join])}
 
     def _is_read_elsewhere(self, joins: Sequence[_Join]) -> bool:
         """Return True if noise still changes the run when the residual streams are restored.
@@ -373,7 +373,7 @@ class _JoinSearch:
                 ways = self._ways_to(join, x, noisy)
                 if not ways and key.enters and self._append_gated(join, key, x, noisy, reading):
                     ways = self._ways_to(join, x, noisy)
-                if not ways:  # perhaps in another order of tokens
+                if not ways:  # unless x concatenates branches, try the next reading
                     self._follow_concatenated(join, key, x, noisy, reading)
                     continue
                 if len(ways) == len(join.members):
@@ -395,7 +395,7 @@ class _JoinSearch:
         ways = {}
         for k in join.members:
             on, at = self.slots[k]
-            if on.shape == x.shape[:2]:  # else x has other tokens than the layer
+            if on.shape == x.shape[:2]:
                 way = fit(join.branches[k], change_at(noisy, x, at), x)
                 if way is not None:
                     ways[k] = way

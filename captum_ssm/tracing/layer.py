@@ -372,7 +372,7 @@ def _reordered(linear: LinearMixer, order: Tensor | None) -> LinearMixer:
     if order is None:
         return linear
     shape, project = linear.operator.shape, linear.project
-    to_mixer = Permute(order, shape, device=linear.values.device)  # from the new order to its own
+    to_mixer = Permute(order, shape, device=linear.values.device)  # from new order to the mixer's
     positions = to_mixer.inverse
     rest = project.rest if isinstance(project, Projection) else None
     if rest is not None and rest.dim() == 3 and rest.shape[1] > 1:  # it differs between tokens

@@ -132,7 +132,7 @@ class _RunHooks:
     def __init__(self, watchers: Sequence[Watcher]) -> None:
         self.watchers = watchers
         #: The latest input shape of each module that contains a mixer, in the order of entry.
-        #: Modules stay after they return: of those around a running mixer the latest one runs.
+        #: Modules stay after they return, but of those around a mixer the latest is running.
         self.latest_shapes: dict[nn.Module, torch.Size] = {}
         #: The contexts of each running mixer.
         self.contexts: list[ExitStack] = []

@@ -107,7 +107,7 @@ def places_of_parts(
         return torch.rand(shape, generator=generator, device="cpu").argsort(1) < (shape[1] + 1) // 2
 
     def replay(masks: Mapping[int, Tensor], root: bool) -> tuple[Tensor, list[Tensor | None]]:
-        """Replay with noise in layers' outputs at ``masks`` (B, L), and with ``root`` in the root.
+        """Replay with noise in layers' outputs at ``masks`` (B, L), and if ``root`` in the root.
 
         Return the first layer's input and the values of the parts.
         """

@@ -122,7 +122,7 @@ def _weight_and_bias(linear: LinearMixer) -> tuple[Tensor, Tensor | None] | None
 def scaled_output(linear: LinearMixer, factor: Tensor) -> LinearMixer:
     """Multiply a mixer's output by one factor per token (B, L, 1), or per feature (B, L, E)."""
     projection = projection_of(linear)
-    if factor.shape[-1] == 1:  # before the projection, which has the same weights for all tokens
+    if factor.shape[-1] == 1:  # scale the operator, for the projection treats tokens alike
         token_factors = Diagonal(factor[..., None].to(linear.values), linear.operator.shape)
         rest = None if projection.rest is None else projection.rest * factor.to(projection.rest)
         scaled = replace(projection, rest=rest)

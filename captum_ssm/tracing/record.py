@@ -118,8 +118,8 @@ class Trace:
             self._last = None
             layer.check_unchanged()
             linear = self._call_adapter(layer, running=False)
-            first = layer.checked  # the errors in the run; Layer.verify refuses large ones
-            if self.is_of_the_run and (first is None or accepted(first.strict, layer.tolerance)):
+            in_run = layer.checked  # the errors in the run; Layer.verify refuses large ones
+            if self.is_of_the_run and (in_run is None or accepted(in_run.strict, layer.tolerance)):
                 require_as_it_was(layer.name, _errors(layer, linear).strict, layer.tolerance)
             self._last = (layer, linear)
         return self._last[1]

@@ -380,6 +380,7 @@ class Replays:
                     stack.enter_context(beginning.at_look_up(root))
                 else:
                     stack.enter_context(beginning.at_entry(self.root.shape, root))
+            # no mixers are watched: this turns off caches and compilation, and refuses strangers
             observe(beginning.model, [], (), stack, gradients=False, vouched=self._vouched)
             stack.enter_context(self._replay_shifts(moved))
             stack.enter_context(self._replace_outputs(leaf))

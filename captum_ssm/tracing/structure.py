@@ -170,7 +170,7 @@ def state_of(model: nn.Module) -> Iterator[Any]:
                 yield value
             elif not isinstance(value, dict):
                 yield _Same(value)
-            elif value and name != "_modules":
+            elif value and name != "_modules":  # such as a dictionary of hooks
                 yield from map(_Same, list(value.values()))
 
 
@@ -273,7 +273,7 @@ class _OrderSearch:
                 )
         for layer in layers:
             layer.check_unchanged()
-        replays.settle_hooks([*self._sets_by_bit(real.shape[1])])
+        replays.settle_hooks([*self._sets_by_bit(real.shape[1])])  # before leaves are read
         self.leaves = [replays.leaf(k) for k in range(len(layers))]
         # once without noise: the output, as replays have it, and whether runs are repeatable
         with replays.measuring():
@@ -493,11 +493,12 @@ class _OrderSearch:
         calm_run = self._modules_before(k, self._replay_without_noise)
         run_on, run_off = (self._modules_before(k, functools.partial(spread, x)) for x in (on, ~on))
         where = f"after {_lower_first(self.names[k - 1])}" if k else "before the first layer"
-        for calm, noise_on, noise_off in zip(calm_run, run_on, run_off, strict=False):
-            names, *ends = zip(calm, noise_on, noise_off, strict=True)  # ends: inputs, outputs
+        runs = zip(calm_run, run_on, run_off, strict=False)
+        for (name, *calm), (_, *noise_on), (_, *noise_off) in runs:
+            ends = zip(calm, noise_on, noise_off, strict=True)  # the inputs, then the outputs
             input_mixes, output_mixes = (_has_mixed_entry(*values) for values in ends)
             if output_mixes and not input_mixes:
-                where = f"in module {names[0]!r}"
+                where = f"in module {name!r}"
                 break
         return InputError(
             f"{self.names[k]} reads tokens that an unsupported module or function has mixed "
@@ -565,7 +566,7 @@ class _OrderSearch:
         # with few tokens a column is tested at one token only, and perhaps again at another
         for attempt in range(1 + (len(tokens) < 2 * n + 2)):
             if attempt and not bool((links[1:n] == links[: n - 1]).all(1).any()):
-                break  # else layers read the same, or something silences one at its only token
+                break  # a chain; equal rows are parallel layers, or one was silenced at its token
             tokens = tokens.roll(attempt)
             for start in range(0, n + 1, len(tokens)):
                 tested = torch.arange(start, min(start + len(tokens), n + 1), device=device)
@@ -590,7 +591,7 @@ class _OrderSearch:
             columns: the column of ``links`` that is tested at each of these tokens (T,).
             links: the mask that :meth:`_links_from_root` returns.
         """
-        no_column = links.shape[1]  # larger than any column: such tokens have no zeros
+        no_column = links.shape[1]  # larger than any column: at such tokens no leaf is zero
         length = self.indices.shape[1]
         column_at = torch.full_like(self.indices, no_column).flatten()
         column_at[tokens] = columns
@@ -626,7 +627,7 @@ class _OrderSearch:
         for k, (calm, noisy) in enumerate(zip(replay(False), replay(True), strict=True)):
             reads = changed(noisy, calm).to(columns.device) & (columns <= k)  # earlier outputs
             row = links.new_zeros(no_column + 1).scatter_(0, columns.where(reads, no_column), True)
-            links[k] |= row[:no_column]  # without the columns that were tested and not read
+            links[k] |= row[:no_column]  # the last entry took the unread columns
 
     def _test_links_of_pooled(self, links: Tensor) -> None:
         """Find the outputs that a pooled output reads; set the last row of ``links`` to them.
@@ -668,13 +669,13 @@ class _OrderSearch:
         everywhere, given = torch.ones_like(self.real), self.given >= 0
         calm = pooled_output(~everywhere, noise_elsewhere=False)
         for k in stage:
-            links[-1, k + 1] = changed(pooled_output(everywhere, False, k), calm).any()
+            links[-1, k + 1] = changed(pooled_output(everywhere, False, only=k), calm).any()
         stage = [k for k in stage if links[-1, k + 1]]
         if len(stage) > 1:
             halves = [x for half in self._sets_by_bit(self.real.shape[1]) for x in (half, ~half)]
             # by layer: the halves and examples (sets, B) in which noise changes the output
             answers = [
-                torch.stack([changed(pooled_output(mask, False, k), calm) for mask in halves])
+                torch.stack([changed(pooled_output(mask, False, only=k), calm) for mask in halves])
                 for k in stage
             ]
             others = [k for k, x in zip(stage, answers, strict=True) if not x.equal(answers[-1])]

@@ -149,6 +149,7 @@ def likely_relations(
     all_xs = torch.stack([*map(sample, [*inputs, *outputs])]).to(x)
     scale = (xs * x).sum((1, 2), keepdim=True) / xs.square().sum((1, 2), keepdim=True)
     gaps = x - xs
+    # generous, as relations are only likely
     limit = 4 * torch.stack([*map(rounding_of, [rest, *inputs, *outputs])]).max()
     scaled_error = (x - scale * xs).abs().amax((1, 2)).fmin(gaps.abs().amax((1, 2)))
     shifted_error = (gaps - gaps[:, :1]).abs().amax((1, 2))

@@ -117,7 +117,7 @@ def _of_griffin(original: Function) -> Function:
 
     @functools.wraps(original)
     def scan(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if hidden_states.device.type != "cpu" or hidden_states.shape[1] == 1:
+        if hidden_states.device.type != "cpu" or hidden_states.shape[1] == 1:  # no loop
             return original(module, hidden_states, *args, **kwargs)
         return rg_lru(hidden_states, *args, **kwargs)
 
