@@ -21,7 +21,7 @@ Hook = Callable[..., Any]
 
 
 def in_this_thread(hook: Hook) -> Hook:
-    """Wrap a hook so that it does nothing in threads other than the calling thread."""
+    """Wrap a hook so that it does nothing in other threads, which may run the same model."""
     owner_thread = threading.get_ident()
 
     @functools.wraps(hook)

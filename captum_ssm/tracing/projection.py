@@ -92,6 +92,7 @@ def refused_by_example(mixer: Mixer, linear: LinearMixer) -> Callable[[Tensor], 
 
     The error is raised on use, since an error during the run would leave PEFT's hooks on the model.
     """
+    # PEFT's hooks are partials with this argument
     hooks = (x for module in mixer.module.modules() for x in module._forward_pre_hooks.values())
     adapter_names = (getattr(hook, "keywords", {}).get("adapter_names") for hook in hooks)
     names = next(filter(None, adapter_names), None)

@@ -156,7 +156,7 @@ class Affine:
         for start in range(0, size, _ROWS):
             count = min(_ROWS, size - start)
             units = self._like.new_zeros(*self._like.shape[:-2], count, size)
-            units[..., range(count), range(start, start + count)] = length
+            units[..., range(count), range(start, start + count)] = length  # one in each row
             outputs = self._kernel(units) - at_zero
             rows.append(outputs.view(count, -1) / length)
         return torch.cat(rows).T

@@ -85,14 +85,13 @@ class Beginning:
                 self.entered.setdefault(x.shape[1], x.new_zeros(()).expand(x.shape))
             return x
 
-        def append_shifted(module: nn.Module, args: Any, output: Any) -> None:
+        def record(module: nn.Module, args: Any, output: Any) -> None:
             self.shifted.setdefault(module, []).append(output)
 
         with self.at_look_up(on_look_up), self.at_entry(None, on_entry), ExitStack() as stack:
             for module in self.model.modules():
                 if type(module).__name__ in WITHIN_TOKENS:
-                    register = module.register_forward_hook
-                    stack.enter_context(hooked(register, append_shifted, prepend=True))
+                    stack.enter_context(hooked(module.register_forward_hook, record, prepend=True))
             yield
 
     @contextmanager
@@ -157,12 +156,12 @@ class Beginning:
             yield
 
 
-def begins_with(ids: Tensor, given: Tensor) -> bool:
-    """Return True if ``ids`` begin with the ids ``given`` (B, L) in every example."""
-    if ids.dim() != 2 or len(ids) != len(given):
+def begins_with(ids: Tensor, begin: Tensor) -> bool:
+    """Return True if ``ids`` begin with the ids ``begin`` (B, L) in every example."""
+    if ids.dim() != 2 or len(ids) != len(begin):
         return False
-    own = ids[:, : given.shape[1]]
-    return same_memory(own, given) or (own.shape == given.shape and torch.equal(own, given.to(own)))
+    own = ids[:, : begin.shape[1]]  # perhaps fewer; a view in the same memory needs no comparison
+    return same_memory(own, begin) or (own.shape == begin.shape and torch.equal(own, begin.to(own)))
 
 
 class Replays:

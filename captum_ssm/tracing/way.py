@@ -60,7 +60,7 @@ class AffineStep(NamedTuple):
             return self
         if factor.shape[1] > 1:
             factor = tokens_at(factor, index)
-        return self._replace(factor=factor[:, :, None])
+        return self._replace(factor=factor[:, :, None])  # (B, q, 1, E)
 
 
 #: The steps from a mixer's output to the summand that is added to the residual stream.
