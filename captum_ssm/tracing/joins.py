@@ -454,7 +454,7 @@ class _JoinSearch:
             for gate_key, gate in self.calm.items()
             if not gate_key.enters and gate.ran == ran and gate.value.shape == value.shape
         ]
-        # branch 0 is the output itself, whose multiples are no gated projections
+        # the steps to modules' outputs: without branch 0, the mixer's own output
         ways = [branch.steps for branch in join.branches[k][:0:-1]]  # latest first
         for one, other in itertools.combinations(join.branches[k][1:], 2):
             if one.change.shape == other.change.shape:  # a projection and its LoRA adapter
@@ -529,7 +529,7 @@ class _JoinSearch:
     def _find_by_value(self, join: _Join) -> None:
         """Search for a residual stream that enters no module, or that only enters a fused norm.
 
-        Noise then shows the sum only after a gate or norm, so values are compared instead.
+        Before or after the sum the output may pass a gate or norm that is no module.
         """
         k, *others = join.members
         if not others and self._find_factored(join, k):
