@@ -2,8 +2,12 @@
 
 An entry receives the reading, a kernel, and the arguments of a kernel call, and computes the result
 by :meth:`.Reading.call`. Most kernels take vectors (B, L, ...) and share one entry, which derives
-roles from argument names; the others have separate entries. Kernels that act on single tokens need
-no roles: :mod:`captum_ssm.tracing.repair.fused` replaces them by torch functions.
+roles from argument names; the others have separate entries. All entries have the same first
+arguments; an entry ``_compute_...`` calls torch functions in place of ``kernel``.
+
+With frozen factors a kernel must be linear in its content. Its bias, activation and gate are
+therefore left to torch functions, which have rules. Kernels that act on single tokens need no
+roles: :mod:`captum_ssm.tracing.repair.fused` replaces them by torch functions.
 """
 
 from __future__ import annotations
@@ -95,13 +99,13 @@ def _call_with_roles(
     """Call a kernel on vectors (B, L, ...), whose roles follow from the names of its arguments."""
     vector_names = "q", "k", "p", "query", "key"
     original_call = functools.partial(kernel, *args, **kwargs)
-    if not _add_by_name(kernel, args, kwargs):
+    if not _add_by_name(kernel, args, kwargs):  # without a name there is no role
         return reading.give_up(original_call)
     z = kwargs.pop("z", None)  # the gate of mamba_ssm, which is applied below
     if reading.mode.divides and kwargs.get("use_qk_l2norm_in_kernel"):
-        kwargs["use_qk_l2norm_in_kernel"] = False  # outside, where lengths are frozen
+        kwargs["use_qk_l2norm_in_kernel"] = False  # by torch, whose rule freezes lengths
         kwargs |= {name: unit_vectors(kwargs[name]) for name in vector_names if name in kwargs}
-    if reading.mode.divides and kwargs.get("normalize"):  # by sums of rows, which are constants
+    if reading.mode.divides and kwargs.get("normalize"):  # by sums of rows, not frozen there
         return reading.give_up(original_call)
     roles = {name: role for name, role in _VECTORS.items() if isinstance(kwargs.get(name), Tensor)}
     factors = {name: kwargs.pop(name) for name in roles}
@@ -117,6 +121,7 @@ def _call_with_roles(
     further_results: list[Any] = []
 
     def run(**factors: Tensor) -> Tensor:
+        """Call the kernel; return its output, and store its other results."""
         out = kernel(**factors, **kwargs)
         if isinstance(out, tuple):
             out, *further_results[:] = out
@@ -130,7 +135,7 @@ def _call_with_roles(
 
 
 def _zeros_for_state(x: Any) -> Any:
-    """Return zeros for a last state, which an explained run does not use; ``x`` if no tensor."""
+    """Return zeros for a last state, not used without a cache; return ``x`` if it is no tensor."""
     if not isinstance(x, Tensor):
         return x
     with unseen():
@@ -165,8 +170,9 @@ def _call_delta(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwar
 def _step_by_torch(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return a torch form of the gated delta rule for one token (B, 1, H, P) after a state.
 
-    The kernels for one token have no gradients. The form keeps the signature of ``kernel``, by
-    which :func:`_add_by_name` names arguments.
+    S' = exp(g) S + beta k (v - k exp(g) S), y = q S', with states S (B, H, N, P). The kernels for
+    one token have no gradients. The form keeps the signature of ``kernel``, by which
+    :func:`_add_by_name` names arguments.
     """
 
     @functools.wraps(kernel)
@@ -188,6 +194,7 @@ def _step_by_torch(kernel: Callable[..., Any]) -> Callable[..., Any]:
                 "a cache."
             )
         heads, dtype = value.shape[2], torch.promote_types(value.dtype, torch.float32)
+        # without the token's dimension; several heads of values may share a key
         q, k = (x.to(dtype)[:, 0].repeat_interleave(heads // x.shape[2], 1) for x in (query, key))
         q, k = map(unit_vectors, (q, k)) if use_qk_l2norm_in_kernel else (q, k)
         v, decay, write_rate = (x.to(dtype)[:, 0] for x in (value, g.to(dtype).exp(), beta))
@@ -202,7 +209,8 @@ def _step_by_torch(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call_rwkv7(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call chunk_rwkv7 with erasing keys and steps (from :func:`_rwkv7_keys`) as two factors."""
+    """Call chunk_rwkv7 with erasing keys and steps as two factors; its ``b`` is their product."""
+    # reading.step is stored by _compute_rwkv7_keys()
     if not _add_by_name(kernel, args, kwargs) or reading.step is None:
         return reading.give_up(kernel, **kwargs)
     erase = -kwargs.pop("a")
@@ -214,29 +222,29 @@ def _call_rwkv7(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwar
 def _of_erasing(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return chunk_rwkv7 as a function of erasing keys and steps, from which it gets a and b."""
 
-    def call(erase: Tensor, erase_step: Tensor, **kwargs: Any) -> Any:
+    def call_on_factors(erase: Tensor, erase_step: Tensor, **kwargs: Any) -> Any:
         return kernel(a=-erase, b=erase * erase_step, **kwargs)
 
-    return call
+    return call_on_factors
 
 
-def _rwkv7_keys(
+def _compute_rwkv7_keys(
     reading: Reading, kernel: Callable[..., Tensor], k: Tensor, a: Tensor, ka: Tensor
 ) -> Tensor:
-    """Compute fused_k_rwkv7, keys (B, L, H N) updated by steps ``a``; store the steps."""
+    """Compute fused_k_rwkv7: keys k + k (a - 1) ka (B, L, H N) by steps ``a``; store the steps."""
     keys, reading.step = _wide(k), a
     return (keys + keys * (a - 1) * ka).to(k.dtype)
 
 
-def _rwkv7_mixing(
+def _compute_rwkv7_mixing(
     reading: Reading, kernel: Callable[..., Any], hidden: Tensor, delta: Tensor, *shares: Tensor
 ) -> list[Tensor]:
-    """Compute fused_addcmul_rwkv7, whose backward pass overwrites ``hidden``."""
+    """Compute fused_addcmul_rwkv7, hidden + delta share; its backward overwrites ``hidden``."""
     x, change = _wide(hidden), _wide(delta)
     return [(x + change * share).to(hidden.dtype) for share in shares]
 
 
-def _rwkv7_output(
+def _compute_rwkv7_output(
     reading: Reading,
     kernel: Callable[..., Tensor],
     o: Tensor,
@@ -246,13 +254,14 @@ def _rwkv7_output(
     v: Tensor,
     g: Tensor,
 ) -> Tensor:
-    """Compute RWKV-7's gate_output_correction, (o + (r . (r_k k)) v) g, as one product."""
+    """Compute RWKV-7's gate_output_correction, (o + own v) g, own = r . (r_k k), as one product."""
     own = (_wide(reading.for_keys(r)) * reading.for_keys(k) * r_k).sum(-1, keepdim=True)
     if not reading.mode.divides:
         return ((o + (own * v).flatten(-2)) * g).to(o.dtype)
     mixer: Any = reading.mixer
     with torch.no_grad(), unseen():
-        out = kernel(*(x.detach() for x in (o, r, k, r_k, v, g)))
+        out = kernel(*(x.detach() for x in (o, r, k, r_k, v, g)))  # a value without a graph
+        # the gate's value for an input of 0
         at_rest = mixer.g_lora(r.new_zeros(1, 1, mixer.hidden_size))
     return reading.divide_corrected(out, o, own, g, at_rest)
 
@@ -276,20 +285,20 @@ def _call_conv(
     activation: str | None = None,
     **options: Any,
 ) -> Tensor:
-    """Call causal_conv1d_fn on x (B, D, L); add the bias and apply the activation by torch."""
-    gated = reading.gated_core(x)
+    """Call causal_conv1d_fn on x (B, D, L), with the activation as a torch function."""
+    gated = reading.gated_core(x)  # None if x is no product of gate and content
 
     def convolve(x: Tensor, bias: Tensor | None = bias if gated is None else None) -> Tensor:
         return kernel(x, weight, bias, activation=None, **options)
 
-    def convolve_freely(x: Tensor) -> Tensor:
+    def convolve_saving_nothing(x: Tensor) -> Tensor:
         out: Tensor = _Convolved.apply(x, convolve)  # type: ignore[no-untyped-call]
         return out
 
     if gated is not None:
-        return _convolve_between_gates(reading, convolve_freely, x, gated, weight, bias)
-    out = reading.call(convolve_freely, _CONTENT, {"x": x})
-    if bias is not None:
+        return _convolve_between_gates(reading, convolve_saving_nothing, x, gated, weight, bias)
+    out = reading.call(convolve_saving_nothing, _CONTENT, {"x": x})
+    if bias is not None:  # ``out`` has it already
         out = reading.mode.ledger.included(out, bias[:, None])
     if activation not in ("silu", "swish", None):
         reading.given_up = True  # the result is then replaced by an adapter's
@@ -330,10 +339,13 @@ def _convolve_between_gates(
     roles, factors = dict(gated.roles), dict(gated.factors)
     length, taps = factors["other"].shape[-1], weight.shape[-1]
     earlier = x[..., :-length].clone()
-    past = product = earlier.detach()
+    past = product = earlier.detach()  # product is read only if there is a bias
+    # before the first chunk of a sequence the cache has only zeros
     if past.shape[-1] and (reading.carried is None or reading.carried.tokens):
         roles["initial_state"], factors["initial_state"] = ("content", -1), earlier
-    if bias is not None:  # biases, also of padded tokens, are content by a constant factor 1
+    if bias is not None:
+        # a constant factor 1, as content, gets the contribution of the bias, and of products at
+        # padded tokens, where biases are all that gate and content have
         one = reading.mode.cached(x.new_ones(len(x), 1, 1), reading.mode.where())
         roles["one"], factors["one"] = ("content", -1), one
         product = x[..., -length:].detach()
@@ -341,6 +353,7 @@ def _convolve_between_gates(
     def run(
         input: Tensor, other: Tensor, initial_state: Tensor = past, one: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
+        """Return the convolution of past and gated content, with the bias, and its last inputs."""
         content = input * other
         if one is not None and reading.mask is not None:
             content = torch.where(reading.mask[:, None, -length:], content, product * one)
@@ -371,6 +384,7 @@ def _call_fla_conv(
 
     out = reading.call(convolve_without_bias, _roles(1, content="x"), {"x": x})
     out = out if bias is None else out + bias
+    # fla has no other activations; no last state
     return (F.silu(out) if activation in ("silu", "swish") else out), None
 
 
@@ -402,6 +416,7 @@ def _call_selective_scan(
         bias: Tensor | None = delta_bias,
         softplus: bool = delta_softplus,
     ) -> Tensor:
+        """Scan without the gate ``z``; if only ``u`` gets a gradient, in half of the time."""
         if on_cpu and not reading.mode.divides:
             return _scan_by_operator(u, delta, A, B, C, D, bias, softplus)
         bias_options = {"delta_bias": bias, "delta_softplus": softplus}
@@ -409,7 +424,8 @@ def _call_selective_scan(
 
     def run(
         u: Tensor, delta: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:  # the result and the last state, in a chunk of a sequence
+    ) -> tuple[Tensor, Tensor]:
+        """Scan a chunk of a sequence; return the result and the last state."""
         original_dtype, dtype = u.dtype, torch.promote_types(u.dtype, torch.float32)
         u, step, B, C = (x.to(dtype) for x in (u, delta, B, C))
         step = step if delta_bias is None else step + delta_bias[:, None]
@@ -423,6 +439,7 @@ def _call_selective_scan(
         out = reading.call(scan, roles, factors)
         state = _zeros_for_state(A.expand(len(u), *A.shape)) if return_last_state else None
     elif A.is_complex() or B.dim() != 3 or C.dim() != 3 or len(A) != u.shape[1]:
+        # run() does not support these shapes; an adapter replaces the result and the state
         out, state = reading.give_up(kernel, u, delta, A, B, C), A
     else:
         state_before = reading.carried.state_of(reading.mixer, reading.scans)
@@ -449,22 +466,23 @@ def _scan_from_state(
 ) -> tuple[Tensor, Tensor]:
     """Scan from a first state (B, D, N), or None for 0; return the result and the last state.
 
-    The kernels accept no first state. N tokens before the others write it, one column each, and N
-    tokens after the others, which do not change it, read the last state.
+    The kernels accept no first state. N tokens before the others write it, one column each, with
+    unit vectors as keys. N tokens after the others read the last state, with unit vectors as
+    queries, and steps of 0, which do not change the state.
     """
     count = A.shape[1]
     identity = torch.eye(count, dtype=u.dtype, device=u.device).expand(len(u), count, count)
     no_input, no_step = u.new_zeros(*u.shape[:2], count), step.new_zeros(*u.shape[:2], count)
-    written_keys, writing = identity[..., :0], 0
+    written_keys, writing = identity[..., :0], 0  # no tokens that write
     if initial_state is not None:
-        # the factor of each column's input: its step, and its decay until all are written
+        # the factor of each column's input: its step, and its decay exp(A step) by later columns
         remaining = (torch.arange(count, device=A.device).flip(0) * A.to(u) * _SHORT).exp() * _SHORT
         u = torch.cat([initial_state / remaining, u], -1)
         step = torch.cat([no_step + _SHORT, step], -1)
         written_keys, writing = identity, count
     B = torch.cat([written_keys, B, torch.zeros_like(identity)], -1)
     C = torch.cat([torch.zeros_like(written_keys), C, identity], -1)
-    y = scan(torch.cat([u, no_input], -1), torch.cat([step, no_step], -1), B, C)
+    y = scan(u=torch.cat([u, no_input], -1), delta=torch.cat([step, no_step], -1), B=B, C=C)
     return y[..., writing:-count], y[..., -count:]
 
 
@@ -478,7 +496,7 @@ def _scan_by_operator(
     bias: Tensor | None,
     softplus: bool,
 ) -> Tensor:
-    """Compute a selective scan with a gradient only for ``u``, which halves the kernel's time."""
+    """Scan u (B, D, L) in half the kernel's time, with a gradient only for ``u``."""
     dtype = torch.promote_types(u.dtype, torch.float32)
     dt, values = delta.to(dtype).mT, u.to(dtype).mT
     dt = dt if bias is None else dt + bias
@@ -498,12 +516,17 @@ def _compute_conv_step(
     activation: str | None = None,
     **options: Any,
 ) -> Tensor:
-    """Compute causal_conv1d_update on x (B, D, L), after the inputs in ``conv_state``, by torch."""
+    """Compute causal_conv1d_update on x (B, D, L), after the inputs in ``conv_state``, by torch.
+
+    Unlike the kernel it does not write x into ``conv_state``: this is in a copy of the cache, which
+    nothing reads after a call for one token (see :meth:`.Network.continued`).
+    """
     if activation not in ("silu", "swish", None):
-        reading.given_up = True
+        reading.given_up = True  # the result is then replaced by an adapter's
     convolve = functools.partial(F.conv1d, weight=weight[:, None], groups=len(weight))
     gated = reading.gated_core(x)
-    x = torch.cat([conv_state, x], -1)[..., -(weight.shape[1] - 1 + x.shape[-1]) :]
+    read_tokens = weight.shape[1] - 1 + x.shape[-1]  # as many earlier inputs as needed, then x
+    x = torch.cat([conv_state, x], -1)[..., -read_tokens:]
     if gated is not None:
         return _convolve_between_gates(reading, convolve, x, gated, weight, bias)
     out = convolve(x, bias=bias)
@@ -525,9 +548,14 @@ def _compute_scan_step(
     dt_softplus: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Compute selective_state_update, whose kernel has no gradients, on x (B, D) or (B, H, P)."""
+    """Compute selective_state_update, whose kernel has no gradients, on x (B, D) or (B, H, P).
+
+    S' = exp(dt A) S + dt B x, y = C S' + D x, with states S (B, D, N) or (B, H, P, N). As in
+    :func:`_compute_conv_step`, the new state is not written into the cache.
+    """
 
     def run(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, initial_state: Tensor) -> Tensor:
+        """Return the result of one token, with a dimension of size 1 for it."""
         x, dt, B, C = (y[:, 0] for y in (x, dt, B, C))
         step = dt if dt_bias is None else dt + dt_bias
         step = (F.softplus(step) if dt_softplus else step)[..., None]
@@ -537,16 +565,20 @@ def _compute_scan_step(
         y: Tensor = (new_state * C[..., None, :]).sum(-1).to(x.dtype)
         return (y if D is None else y + x * D)[:, None]
 
-    # with a dimension for the token; a copy of the state, as the cache is written to later
+    # with a dimension for the token; a copy of the state, as the cache may be written to later
     factors = {name: y[:, None] for name, y in (("x", x), ("dt", dt), ("B", B), ("C", C))}
     roles = {**{name: _VECTORS[name] for name in factors}, "initial_state": ("content", 1)}
     y = reading.call(run, roles, {**factors, "initial_state": state.clone()})[:, 0]
     return y if z is None else y * F.silu(z)
 
 
-def _mamba_inner(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Compute mamba_ssm's mamba_inner_fn: a whole mixer without its first projection."""
+def _compute_mamba(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Compute mamba_ssm's mamba_inner_fn: a whole mixer without its first projection.
+
+    x, z = xz; x = silu(conv(x)); dt, b, c = x_proj(x); out_proj(scan(x, dt, A, b, c) silu(z)).
+    """
     call = _arguments_of(kernel, *args, **kwargs)
+    # with the kernels that mamba_inner_fn calls; B or C is passed only if constant
     package = sys.modules.get("mamba_ssm.ops.selective_scan_interface")
     if package is None or call.B is not None or call.C is not None or call.A.is_complex():
         return reading.give_up(kernel, *args, **kwargs)
@@ -566,14 +598,19 @@ def _mamba_inner(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwa
 def _compute_mamba2(
     reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Compute mamba_split_conv1d_scan_combined: a Mamba-2 mixer without its first projection."""
+    """Compute mamba_split_conv1d_scan_combined: a Mamba-2 mixer without its first projection.
+
+    z0, x0 (gated MLP), z, x b c (convolved), dt = zxbcdt; y = norm(scan(x) with gate z);
+    out_proj([silu(z0) x0, y]).
+    """
     call, package = _arguments_of(kernel, *args, **kwargs), sys.modules["mamba_ssm.modules.mamba2"]
     heads, weight, zxbcdt = len(call.dt_bias), call.conv1d_weight, call.zxbcdt
     width = heads * (call.D.shape[1] if call.D.dim() == 2 else call.headdim or 1)
     key_width = (len(weight) - width) // 2
     mlp_width = (zxbcdt.shape[-1] - 2 * width - 2 * key_width - heads) // 2  # of a parallel MLP
     widths = [mlp_width, mlp_width, width, width + 2 * key_width, heads]
-    z0, x0, z, xbc, dt = torch.split(zxbcdt, widths, -1)
+    mlp_gate, mlp_value, z, xbc, dt = torch.split(zxbcdt, widths, -1)
+    # without their wrappers, by which the kernels would call their entries inside of this entry
     conv, scan = map(_original, (package.causal_conv1d_fn, package.mamba_chunk_scan_combined))
     xbc = _call_conv(reading, conv, xbc.transpose(1, 2), weight, call.conv1d_bias, call.activation)
     x, b, c = torch.split(xbc.transpose(1, 2), [width, key_width, key_width], -1)
@@ -587,7 +624,7 @@ def _compute_mamba2(
         norm_options = call.rmsnorm_eps, width // call.ngroups, call.norm_before_gate
         y = gated_norm(y, call.rmsnorm_weight, None, z, *norm_options)
     if mlp_width:
-        y = torch.cat([F.silu(z0) * x0, y], -1)
+        y = torch.cat([F.silu(mlp_gate) * mlp_value, y], -1)
     return y if call.outproj_weight is None else F.linear(y, call.outproj_weight, call.outproj_bias)
 
 
@@ -607,13 +644,16 @@ def call_attention(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Call scaled_dot_product_attention with roles; save the heads of keys without repetition."""
+    """Call scaled_dot_product_attention (B, H, L, N) with roles; save shared heads of keys once."""
+    # enable_gqa, the fifth argument after the values: torch itself repeats shared heads
     in_groups = kwargs.get("enable_gqa") or args[4:5] == (True,)
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Repeat keys that queries of a group share, but save for autograd the unrepeated ones."""
+        # by address and shape of the repeated tensor
         heads, unrepeated = query.shape[-3], dict[tuple[int, torch.Size], Tensor]()
 
-        def repeated_if_shared(x: Tensor) -> Tensor:  # among the queries of a group
+        def repeated_if_shared(x: Tensor) -> Tensor:
             if in_groups or x.shape[-3] == heads:
                 return x
             repeated = _repeat_heads(x, heads)
@@ -666,13 +706,15 @@ def _call_if_frozen(reading: Reading, kernel: Callable[..., Any], *args: Any, **
 
 def _call_mlstm(reading: Reading, kernel: Callable[..., Any], backend: Any, **kwargs: Any) -> Any:
     """Call the kernels of mLSTM, by a backend's method, for rules that freeze their factors."""
-    if "siging" in str(backend.config.chunkwise_kernel):
+    if "siging" in str(backend.config.chunkwise_kernel):  # a sigmoid as input gate
         return reading.give_up(kernel, backend, **kwargs)
+    # keys are a second factor, though frozen, because it marks a kernel that mixes tokens
     value, key = ("v", "k") if "v" in kwargs else ("value", "key")
     factors, last_states = {name: kwargs.pop(name) for name in (value, key)}, list[Any]()
     kwargs = {name: detached(x) for name, x in kwargs.items()}
 
     def run(**factors: Tensor) -> Tensor:
+        """Call the kernel; return its output, and store its last states."""
         out, *last_states[:] = kernel(backend, **factors, **kwargs)
         return cast(Tensor, out)
 
@@ -696,7 +738,7 @@ ENTRIES: dict[str, Entry] = {
     "causal_conv1d_update": _compute_conv_step,
     "mamba_selective_state_update": _compute_scan_step,
     "mamba2_selective_state_update": _compute_scan_step,
-    "mamba_inner_fn": _mamba_inner,
+    "mamba_inner_fn": _compute_mamba,
     "mamba_chunk_scan_combined": _call_by_names,
     "mamba2_chunk_scan": _call_by_names,
     "mamba_split_conv1d_scan_combined": _compute_mamba2,
@@ -705,9 +747,9 @@ ENTRIES: dict[str, Entry] = {
     "chunk_kimi_delta_attention": _call_delta,
     "recurrent_kimi_delta_attention": _call_delta,
     "chunk_rwkv7": _call_rwkv7,
-    "fused_k_rwkv7": _rwkv7_keys,
-    "fused_addcmul_rwkv7": _rwkv7_mixing,
-    "gate_output_correction": _rwkv7_output,
+    "fused_k_rwkv7": _compute_rwkv7_keys,
+    "fused_addcmul_rwkv7": _compute_rwkv7_mixing,
+    "gate_output_correction": _compute_rwkv7_output,
     "l2_norm": _compute_l2_norm,
     "flash_attn_func": _call_softmax,
     **{f"{form}_forgetting_attn": _call_softmax for form in _FORMS},
@@ -729,7 +771,7 @@ _WITH_CACHE = {
 def _decorator(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator of kernels: they call ``entry`` in mixers explained by their own code.
 
-    In other code it only calls the kernel. The mixer is left to its adapter if the call has an
+    In other code they only call the kernel. The mixer is left to its adapter if the call has an
     argument that the entry does not support, or is one for a single token without a cache.
     """
     unsupported = _UNSUPPORTED - _WITH_CACHE.get(entry, frozenset())
@@ -740,6 +782,7 @@ def _decorator(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any
             reading = current_reading.get()
             if reading is None:
                 return kernel(*args, **kwargs)
+            # states are supported only in a run that continues from a cache
             refused_names = unsupported if reading.continues else _UNSUPPORTED
             has_unsupported = any(_is_set(kwargs[name]) for name in refused_names & kwargs.keys())
             is_step_without_cache = entry in _STEPS and not reading.continues
