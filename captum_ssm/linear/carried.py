@@ -56,7 +56,8 @@ class Carried:
     def watch_leaf(self, leaf: Tensor, labels: Labels) -> None:
         """Append a leaf, and store the gradient of each later backward pass in ``gradients``."""
 
-        def store(gradient: Tensor, place: int = len(self.leaves)) -> None:  # bound now
+        # the place is bound now, and the label read when a gradient arrives
+        def store(gradient: Tensor, place: int = len(self.leaves)) -> None:
             self.gradients.setdefault(labels.label, {})[place] = gradient
 
         leaf.register_hook(store)  # type: ignore[no-untyped-call]
@@ -67,7 +68,7 @@ class Carried:
 
         Args:
             mixer: the mixer.
-            scan: the number of the scan in the mixer's call, if a state has several scans.
+            scan: the index of the scan in the mixer's call, if it has several (B, scans, D, N).
         """
         state: Tensor | None = self.cache.get_recurrent_state(mixer.layer_idx)
         if state is not None and state.dim() == 4:
@@ -81,17 +82,19 @@ class Carried:
             factors: keys and queries (B, T, ...) by name, which end with the chunk's tokens. Keys
                 of attention begin with earlier tokens: all, or the latest ones.
         """
-        length, call = min(x.shape[1] for x in factors.values()), len(self.sums_for_next)
+        # the query has only the chunk's tokens; the earlier calls have appended their sums
+        length, call_number = min(x.shape[1] for x in factors.values()), len(self.sums_for_next)
         sums = {name: _sum_over_tokens(x[:, -length:]) for name, x in factors.items()}
         if self.tokens == 0:
             self.sums_for_next.append(sums)
             return {}
         # keys may have been repeated for the queries of a group, or not
-        sums_before = {name: _match_heads(self.sums[call][name], x) for name, x in sums.items()}
+        earlier_sums = self.sums[call_number]
+        sums_before = {name: _match_heads(earlier_sums[name], x) for name, x in sums.items()}
         self.sums_for_next.append({name: sums_before[name] + x for name, x in sums.items()})
         before: dict[str, Before] = {}
         for name, x in factors.items():
-            earlier = x.shape[1] - length
+            earlier = x.shape[1] - length  # tokens of earlier chunks in the factor
             if earlier < self.tokens:  # else the factor has all tokens
                 outside = sums_before[name] - _sum_over_tokens(x[:, :earlier])
                 before[name] = outside, self.tokens - earlier

@@ -92,7 +92,7 @@ class Ledger:
             out, constant: the arguments of :meth:`included`.
         """
         constant = constant.detach()
-        if out._is_view():  # later gradients of the whole tensor do not pass the view
+        if out._is_view():  # hooks on it miss later gradients of the whole tensor
             out, constant = _place_in_base(out, constant)
         if not self.kept:
             out.sub_(_without_masks(constant))
@@ -101,18 +101,19 @@ class Ledger:
                 return
         self.record(out, constant)
 
-    def record(self, out: Tensor, constant: Tensor, where: str | None = None) -> None:
-        """Record that ``constant`` is a summand of ``out``, whether biases are kept or not.
+    def record(self, out: Tensor, constant: Tensor, module_name: str | None = None) -> None:
+        """Hook ``out``, so that a backward pass reports ``constant`` with the gradient at ``out``.
 
         Args:
-            out, constant: the arguments of :meth:`included`.
-            where: the constant's name. Default: None, the name of the running module.
+            out, constant: as in :meth:`included`, but ``constant`` always stays in ``out``.
+            module_name: the name to report. Default: None, the name of the running module.
         """
         if not out.requires_grad:  # results under no_grad are coefficients
             return
-        where, shape = self.where() if where is None else where, out.shape
+        reported_name, shape = self.where() if module_name is None else module_name, out.shape
+        # if ``out`` is a view that is changed in place later, hooks on it do not run
         _base_if_reshaped(out).register_hook(  # type: ignore[no-untyped-call]
-            lambda gradient: self.write(gradient.reshape(shape), constant, where)
+            lambda gradient: self.write(gradient.reshape(shape), constant, reported_name)
         )
 
     @contextmanager
@@ -129,14 +130,14 @@ class Ledger:
             self._entry = outer_entry
 
     def write_rest(self, rest: Tensor) -> None:
-        """Pass reference values' contribution (B,) to the function set by :meth:`entries_to`."""
+        """Pass reference values' contribution (B,), as a constant with gradient 1, to the entry."""
         if self._entry is not None:
             self._entry(torch.ones_like(rest), rest.detach(), "references")
 
-    def write(self, gradient: Tensor, constant: Tensor, where: str) -> None:
-        """Pass a constant and its gradient to the function set by :meth:`entries_to`."""
+    def write(self, gradient: Tensor, constant: Tensor, module_name: str) -> None:
+        """Pass a constant and its gradient to the function set by :meth:`entries_to`, if any."""
         if self._entry is not None:
-            self._entry(gradient.detach(), constant, where)
+            self._entry(gradient.detach(), constant, module_name)
 
 
 def _place_in_base(view: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,7 +151,7 @@ def _place_in_base(view: Tensor, constant: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _base_if_reshaped(out: Tensor) -> Tensor:
-    """Return the base tensor if ``out`` only reshapes the base, else ``out``.
+    """Return the tensor to hook for ``out``: its base if ``out`` only reshapes the base.
 
     If a view is changed in place later, its gradient arrives at the base, and hooks on the view do
     not run.
@@ -173,7 +174,7 @@ def divide_gradient(product: Tensor, factors: int) -> Tensor:
     product.register_hook(  # type: ignore[no-untyped-call]
         lambda gradient: gradient / factors
     )
-    # a view, so that the gradient at the returned tensor is not divided
+    # a view, so that a gradient taken at the returned tensor itself is not divided
     return product.view_as(product)
 
 

@@ -195,7 +195,7 @@ class Core:
         constants: list[Tensor] = []
         upstream = upstream.to(mapped.dtype).requires_grad_()
         # note the map's constants here; their contribution is written by another pass
-        with self.reading.mode.ledger.entries_to(lambda _, value, where: constants.append(value)):
+        with self.reading.mode.ledger.entries_to(lambda _, value, name: constants.append(value)):
             (at_result,) = torch.autograd.grad(mapped, result, upstream, create_graph=True)
 
         def apply_map(x: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ _VIEWS = frozenset(["detach", *VIEWS.split()])
 _WITH_WEIGHT = frozenset(["linear", "matmul", "mm"])
 #: Functions that also look up ids, but whose results do not show the token of each vector.
 _OUT_OF_SHAPE = frozenset(["index_select", "embedding_bag", "take", "take_along_dim", "gather"])
-#: Kinds of functions that need no rule, even if an argument depends on the input.
+#: Kinds of functions that may need no rule, even if an argument depends on the input.
 _ATTRIBUTE, _VIEW, _PRODUCT = object(), object(), object()
 
 
@@ -151,13 +151,13 @@ class Linearizing(TorchFunctionMode):
         self.given: Tensor | None = None
         self._ids = ids
         self._tags = None if ids is None else Tags(ids)
-        self._ids_found = False
-        self._kind = FOLLOWED
-        self._look_ups: dict[int, LookUp] = {}
+        self._ids_found = False  # whether the explained ids have been looked up
+        self._kind = FOLLOWED  # how their positions were found
+        self._look_ups: dict[int, LookUp] = {}  # by the table's address
         #: Tables, by address, in which ids were looked up that were computed from explained ids.
         self._computed_tables: dict[int, Tensor] = {}
-        self._leaves = WeakIdKeyDictionary()
-        self._bent = WeakIdKeyDictionary()
+        self._leaves = WeakIdKeyDictionary()  # as a set: leaves that are no weights
+        self._bent = WeakIdKeyDictionary()  # as a set: see mark_bent()
         self.at_rest = WeakIdKeyDictionary()
         #: Tensors into which no torch function has written, with their versions.
         self._unwritten = WeakIdKeyDictionary()
@@ -201,7 +201,7 @@ class Linearizing(TorchFunctionMode):
         self.others = tuple(self.leaf(x.detach().clone()) for x in others)
 
     def begun(self, inputs: Tensor) -> Tensor:
-        """Return the input for the model: the ids, or a copy of a floating root with a graph."""
+        """Return the input for the model: ids unchanged, or a copy of the floating root's leaf."""
         if inputs.is_floating_point() and self.root is not None:
             return self.root.clone()
         return inputs
@@ -232,16 +232,17 @@ class Linearizing(TorchFunctionMode):
         return leaf
 
     def carried_states(self, carried: Carried) -> list[Tensor]:
-        """Return leaves for the states of a mixer's call before a chunk of a sequence."""
-        states = [self.cached(x) for x in carried.states[len(carried.states_for_next)]]
-        for leaf in self.ledger.leaves[-len(states) :]:
+        """Return copies, with new leaves, of the states that the next mixer's call continues."""
+        call_number = len(carried.states_for_next)  # each earlier call has appended its states
+        states = [self.cached(x) for x in carried.states[call_number]]
+        for leaf in self.ledger.leaves[-len(states) :]:  # as appended by cached()
             carried.watch_leaf(leaf, self.labels)
         return states
 
     def cached(self, x: Tensor, name: str = "cache") -> Tensor:
         """Return a copy of a constant, such as a cache's tensor, and record it under a name."""
         with unseen(), torch.enable_grad():
-            if not x.is_floating_point():
+            if not x.is_floating_point():  # an index contributes nothing
                 return x.clone()
             leaf = self.leaf(x.clone() if x.is_inference() else x)
             self.ledger.leaves.append(leaf)
@@ -260,6 +261,7 @@ class Linearizing(TorchFunctionMode):
         kind = _KINDS.get(func)
         if kind is _ATTRIBUTE or (kind is not None and self._is_simple(kind, args, kwargs)):
             out = func(*args, **(kwargs or {}))
+            # a view of an activation's output counts as an activation's output
             if kind is _VIEW and (args[0] in self._bent or args[0] in self.at_rest):
                 for view in out if isinstance(out, tuple | list) else (out,):
                     self.resembles(view, args[0])
@@ -280,6 +282,7 @@ class Linearizing(TorchFunctionMode):
             return self._handle_look_up(func(*args, **kwargs), *look_up)
         if not self._any_live((*args, *kwargs.values())):
             return self._call_without_input(func, name, args, kwargs)
+        # such as add_, but not copy_ and __setitem__, which have their own rules
         in_place = name[-1] == "_" and plain_name(name[:-1]) in RULES and name not in RULES
         name = plain_name(name[:-1]) if in_place else name
         self.bends += name in NOT_LINEAR
@@ -290,7 +293,7 @@ class Linearizing(TorchFunctionMode):
         if self.reading is not None and name == "scaled_dot_product_attention":
             return call_attention(self.reading, func, *args, **kwargs)
         out = func(*args, **kwargs)
-        if not self._any_live((out,)):
+        if not self._any_live((out,)):  # such as a comparison, a coefficient
             return out
         module = self.where()
         source = f"Module {module!r}" if module else "The model, or forward_func,"
@@ -318,7 +321,7 @@ class Linearizing(TorchFunctionMode):
             return detached(value)
         if not self.defers:
             raise NotLinearError(complaint)
-        self.bends += 1
+        self.bends += 1  # the function counts as nonlinear
         if type(value) in (tuple, list):
             return type(value)(self._refuse(item, complaint) for item in value)
         if not isinstance(value, Tensor) or not value.is_floating_point():
@@ -351,7 +354,8 @@ class Linearizing(TorchFunctionMode):
         ordinary = name if name == "copy_" else plain_name(name.removesuffix("_"))
         if ordinary not in RULES or not torch.is_grad_enabled():
             return args, kwargs
-        written = int(name[-1] == "_" and ordinary != "__get__")  # to the first argument
+        # an in-place function writes to its first argument, which it need not read
+        written = int(name[-1] == "_" and ordinary != "__get__")
         # a factor of three dimensions or more is a batch of matrices, not a weight
         has_weight = name in _WITH_WEIGHT and len(args) > 1 and args[1].dim() < 3
         checked = 1 if has_weight else len(args)
@@ -361,14 +365,18 @@ class Linearizing(TorchFunctionMode):
     def _is_simple(
         self, kind: object, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> bool:
-        """Return True if a call needs no rule: it has one tensor and at most a constant weight."""
+        """Return True if no rule is needed: a view without tensors as index, or a product.
+
+        It is ``linear`` without a bias, which is a constant that the ledger must record.
+        """
         x: Any = args[0] if args else None
         if type(x) is not Tensor:
             return False
         if x.requires_grad:
-            if x.grad_fn is None:  # a leaf may be a weight
+            if x.grad_fn is None:  # a leaf that requires grad may be a weight, not an input
                 return False
-        elif not x.is_floating_point() or self._unwritten:  # ids, perhaps, which are followed
+        elif not x.is_floating_point() or self._unwritten:
+            # integers may be ids, which are followed; memory may be unwritten, which is checked
             return False
         if kind is _VIEW:
             return len(args) < 2 or not isinstance(args[1], Tensor | list)
@@ -450,7 +458,7 @@ class Linearizing(TorchFunctionMode):
         if x.requires_grad and not new.requires_grad:
             if not x._is_view():
                 return x.detach_().copy_(new)
-            x.copy_(new)
+            x.copy_(new)  # a view cannot be detached
             self.ledger.included_in(x, new)
             return x
         x.copy_(new)
@@ -515,7 +523,7 @@ class Linearizing(TorchFunctionMode):
 
         x = args[0].clone()  # other results may need x as it was
         self.resembles(x, args[0])
-        ordinary = getattr(Tensor, name, on_a_copy)  # the copy is for functions without one
+        ordinary = getattr(Tensor, name, on_a_copy)  # if there is no ordinary form
         return self.overwrite(args[0], RULES[name](self, ordinary, (x, *args[1:]), kwargs))
 
     def _call_without_input(
@@ -549,13 +557,14 @@ class Linearizing(TorchFunctionMode):
         if tags is None:
             return out
         if not tags.follows(ids):
-            # compare values only until the ids are found, since it waits for the device
+            # compare values only until the ids are found, since a comparison waits for the device
             is_known = self._ids_found and self._kind == FOLLOWED
             if is_known or not tags.recognize(ids):
                 return self._embed_others(out, ids, table, computed=False)
         positions = tags.positions_of(ids)
         if not bool((positions > NONE).any()):
             return self._embed_others(out, ids, table, computed=bool((positions == UNKNOWN).any()))
+        # FOLLOWED, RECOGNIZED or COMPUTED, a multiple of B * L in positions
         given, kind = tags.per_example(positions), int(positions.max()) // tags.ids.numel()
         kind_before = self._kind if self._ids_found else kind
         if (kind_before, kind) == (FOLLOWED, RECOGNIZED):
@@ -570,7 +579,7 @@ class Linearizing(TorchFunctionMode):
         return self._embed_explained(out, given, table)
 
     def _embed_others(self, out: Tensor, ids: Tensor, table: Tensor, computed: bool) -> Tensor:
-        """Return the result of a look-up of ids other than the explained ids."""
+        """Return embeddings of other ids; ``computed`` ids may come from the explained ones."""
         assert self._ids is not None
         if self._ids_found:
             if table.data_ptr() in self._look_ups and (computed or ids.shape == self._ids.shape):
@@ -617,10 +626,8 @@ class Linearizing(TorchFunctionMode):
         if earlier is None:
             is_same = given.shape == all_positions.shape and torch.equal(given, all_positions)
             return self._begin_at_table(out, None if is_same else given, table)
-        leaf, earlier_given = (
-            earlier.leaf,
-            all_positions if earlier.given is None else earlier.given,
-        )
+        earlier_given = all_positions if earlier.given is None else earlier.given
+        # (B, L', L''): whether a new embedding and one of the first look-up are of the same id
         match = (given[:, :, None] == earlier_given[:, None]) & (given >= 0)[:, :, None]
         if bool(((given >= 0) & ~match.any(-1)).any()):
             raise InputError(
@@ -631,7 +638,8 @@ class Linearizing(TorchFunctionMode):
         sources = match.long().argmax(-1).view(*given.shape, *trailing).expand(out.shape)
         explained = (given >= 0).view(*given.shape, *trailing).to(out.device)
         constant = torch.where(explained, torch.zeros_like(out), out).detach()
-        embeddings = torch.where(explained, leaf.gather(1, sources.to(out.device)), constant)
+        embeddings = earlier.leaf.gather(1, sources.to(out.device))
+        embeddings = torch.where(explained, embeddings, constant)
         if not torch.equal(embeddings.detach(), out.detach()):
             raise _other_tokens_error()
         self.ledger.record(embeddings, constant)
