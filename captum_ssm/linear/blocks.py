@@ -55,13 +55,15 @@ def lists_of_blocks(
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     blocks: dict[nn.Module, str] = {}
-    for name in (name for mixer in mixers for name in mixer.names):
-        path = name.split(".")[:-1]
+    for mixer_name in (name for mixer in mixers for name in mixer.names):
+        path = mixer_name.split(".")[:-1]
+        # go up to a member of a module list
         while path and not isinstance(modules[".".join(path[:-1])], nn.ModuleList):
             path.pop()
         if path:
             outer = ".".join(path[:-1])
-            blocks |= {block: f"{outer}.{name}" for name, block in modules[outer].named_children()}
+            children = modules[outer].named_children()
+            blocks |= {block: f"{outer}.{index}" for index, block in children}
     if not blocks:
         raise OptionError(
             f"recompute=True runs blocks twice, but no nn.ModuleList of {type(model).__name__} "
@@ -97,12 +99,14 @@ def checkpointed(model: nn.Module, mixers: Sequence[Mixer]) -> Iterator[None]:
     """
 
     def run(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a block under torch's checkpoint, if a backward pass may reach its input."""
         live = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
         if not (live and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         call = _BlockCall(names_of_blocks[block], block, forward, args, kwargs, live)
 
         def checked_forward(*args: Any, **kwargs: Any) -> Any:
+            # in a rerun: the model may have changed the input in place after the first run
             call.check_unchanged(GradientModeError)
             return forward(*args, **kwargs)
 
@@ -133,12 +137,13 @@ def along_all_paths(
         The number of a step, from the last to the first, the step, and the gradients.
     """
     at_steps = [[next(gradients) for _ in (*step.entering, step.output)] for step in steps]
-    later: dict[int, Tensor | None] = {}
+    from_later_blocks: dict[int, Tensor | None] = {}  # sums of gradients, by Step.again
     for i in reversed(range(len(steps))):
-        for k, (x, name) in enumerate(zip(steps[i].entering, steps[i].again, strict=True)):
-            if name is not None:
-                at_steps[i][k] = later[name] = plus(at_steps[i][k], later.get(name))
-            at_steps[i][k] = plus(at_steps[i][k], behind.get(id(x) if name is None else name))
+        for k, (x, key) in enumerate(zip(steps[i].entering, steps[i].again, strict=True)):
+            if key is not None:
+                at_steps[i][k] = plus(at_steps[i][k], from_later_blocks.get(key))
+                from_later_blocks[key] = at_steps[i][k]
+            at_steps[i][k] = plus(at_steps[i][k], behind.get(id(x) if key is None else key))
         yield i, steps[i], at_steps[i]
 
 
@@ -175,7 +180,8 @@ class Blocks:
     def _run(self, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a block without a graph; a backward pass from its outputs runs the block again."""
         live = {id(x): x for x in tensors_in((args, kwargs)) if self.network.mode.is_live(x)}
-        if self.runs_again or self.entering is not None or not live:  # a rerun, or inside a block
+        # already in a rerun, inside another block, or without a graph
+        if self.runs_again or self.entering is not None or not live:
             return forward(*args, **kwargs)
         call = _BlockCall(self._names[block], block, forward, args, kwargs, list(live.values()))
         self.entering = call.entering
@@ -189,6 +195,7 @@ class Blocks:
         call.check_unchanged()
         entered = {id(x) for x in tensors_in((args, kwargs))}
         floating = {id(x): x for x in tensors_in(returned) if x.is_floating_point()}
+        # outputs that are inputs keep their graph
         new_outputs = [x for key, x in floating.items() if key not in entered]
         call.sizes, call.steps = [x.shape for x in new_outputs], len(self.network.steps)
         self._calls.append(call)
@@ -202,7 +209,7 @@ class Blocks:
 
     @contextmanager
     def report_to(self, report: Report) -> Iterator[None]:
-        """Call ``report`` in the ``with`` for each mixer call in a block that runs again."""
+        """Call ``report`` inside the ``with`` for each mixer call in a block that runs again."""
         self._report = report
         try:
             yield
@@ -214,6 +221,9 @@ class Blocks:
     ) -> list[Tensor | None]:
         """Return the gradients at ``wanted``, with None for a tensor without a gradient.
 
+        From the last block to the first, each round goes from the outputs, or from the inputs of
+        the last rerun, to the block before, and runs this block again. Index -1 ends the rounds.
+
         Args:
             outputs: the tensor that is differentiated.
             wanted: tensors of the graph outside blocks.
@@ -222,7 +232,7 @@ class Blocks:
         if self._report is not None:
             self._require_separable()
         total: list[Tensor | None] = [None] * len(wanted)
-        sources: Sequence[Tensor] = [outputs]
+        sources: Sequence[Tensor] = [outputs]  # where a round begins
         at_sources: Sequence[Tensor] = [torch.ones_like(outputs) if seed is None else seed]
         #: Gradients at tensors that enter blocks, by id: along all paths from some block on, and
         #: along those that enter this block or later ones.
@@ -281,6 +291,7 @@ class Blocks:
         """
         call, network, mode = self._calls[index], self.network, self.network.mode
         at_outputs = call.take_gradients()
+        # a report needs the block's steps even if no gradient reaches them
         if self._report is None and all(gradient is None for gradient in at_outputs):
             return [], []
         call.check_unchanged()
@@ -293,7 +304,7 @@ class Blocks:
             with torch.enable_grad(), torch._C._EnableTorchFunction():
                 leaves = [mode.leaf(x) for x in call.entering]
                 with unseen():
-                    copies = [x.clone() for x in leaves]
+                    copies = [x.clone() for x in leaves]  # the block may change them in place
                 for x, copy in zip(call.entering, copies, strict=True):
                     mode.resembles(copy, x)
                 by_id = dict(zip(map(id, call.entering), copies, strict=True))
@@ -301,6 +312,7 @@ class Blocks:
                 args, kwargs = self.enter(call.block, args, kwargs) or (args, kwargs)
                 inputs = {id(x) for x in tensors_in((args, kwargs))}
                 outputs = {id(x): x for x in tensors_in(call.forward(*args, **kwargs))}
+            # in the order of ``at_outputs``; see _run()
             results = [x for k, x in outputs.items() if x.is_floating_point() and k not in inputs]
             call.check_same(results, mode)
             new_steps = network.steps[step_count:]
@@ -318,12 +330,13 @@ class Blocks:
         finally:
             network.verify, mode.ledger.within, self.runs_again = verify, "", False
             mode.labels.set_block(None)
-        at_leaves, others = gradients[: len(leaves)], iter(gradients[len(leaves) :])
+        at_leaves, at_steps = gradients[: len(leaves)], iter(gradients[len(leaves) :])
         originals = zip(copies, call.entering, strict=True)
         behind = {id(copy): later[id(x)] for copy, x in originals if id(x) in later}
-        for i, step, at_step in along_all_paths(new_steps, others, behind):
+        for i, step, at_step in along_all_paths(new_steps, at_steps, behind):
             if self._report is not None:
                 self._report((call.steps, index, i), step, at_step)
+        # forget this rerun: the next one appends its own steps and leaves
         network.begin_again()
         del network.steps[step_count:], mode.ledger.leaves[leaf_count:]
         entered = [(x, g) for x, g in zip(call.entering, at_leaves, strict=True) if g is not None]
@@ -370,8 +383,8 @@ class _BlockCall:
 
     def take_gradients(self) -> list[Tensor | None]:
         """Return the sums of gradients at the block's outputs, and reset the sums."""
-        gradients, self._arrived = self._arrived or [None] * len(self.sizes), []
-        return gradients
+        arrived, self._arrived = self._arrived or [None] * len(self.sizes), []
+        return arrived
 
     def check_unchanged(self, error: type[CaptumSSMError] = NotLinearError) -> None:
         """Raise an error if a tensor that entered the block has been changed in place."""
