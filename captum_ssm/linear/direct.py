@@ -85,12 +85,13 @@ class DirectPaths(Watcher):
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
         """Begin new graphs at the sequences that enter modules containing the first mixer."""
-        if self.outputs:
+        if self.outputs:  # a mixer has run
             return None
         self._calls[module] += 1
-        part = Part(module, self._calls[module], True, 0)
+        part = Part(module, call=self._calls[module], enters=True, ran=0)
 
         def cut(x: Tensor) -> Tensor:
+            """Return a new leaf for the sequence ``x``, and add it to ``entries``."""
             if x.dim() != 3 and not is_block:
                 return x  # no sequence: an image, or a mask
             leaf = self.mode.leaf(x)
@@ -121,7 +122,7 @@ class DirectPaths(Watcher):
         given: Tensor | None,
         order: Tensor | None,
     ) -> None:
-        """Find by replays the tokens and mixers on which each output depends, and set both.
+        """Find by replays the tokens and mixers on which each source depends, and set both.
 
         Args:
             replays, stages, given, order: see :func:`~captum_ssm.tracing.parts.places_of_parts`.
@@ -146,7 +147,7 @@ class DirectPaths(Watcher):
         return torch.no_grad(), *self.mode.looking_away()
 
     def returned(self, mixer: Mixer, call: Call) -> Tensor:
-        """Begin a new graph at the mixer's output."""
+        """Begin a new graph at the mixer's output, and return a copy of the new leaf."""
         self.outputs.append(self.mode.leaf(call.output_tensor))
         return self.outputs[-1].clone()  # hooks and the model may write to it
 
@@ -158,22 +159,24 @@ class DirectPaths(Watcher):
             stack: the exit stack that removes the hooks when it closes.
         """
         # calls that have not ended: nonlinear functions and mixers before, and number of the call
-        running: list[tuple[int, int, int]] = []
+        running_calls: list[tuple[int, int, int]] = []
         calls = 0
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
             nonlocal calls
             calls += 1
-            running.append((self.mode.bends, len(self.outputs), calls))
+            running_calls.append((self.mode.bends, len(self.outputs), calls))
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            bends_before, mixers, call = running.pop()
-            if bends_before == self.mode.bends or output is None:
+            """Return a new leaf for the output if a function since :func:`before` is not linear."""
+            bends_before, mixers, call = running_calls.pop()
+            if bends_before == self.mode.bends or output is None:  # None if the call has failed
                 return None
 
             def cut_output(x: Tensor) -> Tensor:
                 leaf = self.mode.leaf(x)
-                self.locals.append(Local(leaf, mixers, Part(part, call, False, mixers)))
+                key = Part(part, call, enters=False, ran=mixers)
+                self.locals.append(Local(leaf, mixers, key))
                 return leaf.clone()
 
             return swap_first(output, cut_output)[0]
@@ -241,6 +244,7 @@ def _modules_within_tokens(model: nn.Module, mixers: Sequence[Mixer]) -> list[nn
     mixer_modules = {mixer.module for mixer in mixers}
 
     def parts_of(module: nn.Module) -> Iterator[nn.Module]:
+        """Yield the children without mixers, and the parts of children that contain a mixer."""
         for child in module.children():
             if child in enclosing:
                 yield from parts_of(child)

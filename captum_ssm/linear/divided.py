@@ -75,7 +75,7 @@ class Core:
 
         def both(**factors: Tensor) -> tuple[Tensor, Tensor]:
             second = run(**factors)
-            del factors[name]
+            del factors[name]  # the kernel does not take it
             return self.outputs(**factors)[0], second
 
         roles, factors = {**self.roles, name: (role, 1)}, {**self.factors, name: factor}
@@ -87,7 +87,8 @@ class Core:
         family = FAMILY[self.reading.mode.rule]
         factors = dict(self.factors) if self.gate is None else {**self.factors, _GATE: self.gate}
         for name, values in self.at_nodes.items():
-            del factors[name]  # instead, a factor for each node, named by the node's index
+            # in place of a state, one factor for each node, such as "initial_state@0"
+            del factors[name]
             factors |= {f"{name}@{i}": values[i] for i, _ in self._indexed_nodes()}
         in_family = {name: x for name, x in factors.items() if self.role_of(name) in family}
         return {name: x for name, x in in_family.items() if x.requires_grad}
@@ -105,7 +106,7 @@ class Core:
         """Return the kernel's result at the only point where derivatives are taken."""
         ((i, node),) = self._indexed_nodes()
         values = {name: x.detach() for name, x in self.factors.items()}
-        for name in self.live.keys() & values.keys():
+        for name in self.live.keys() & values.keys():  # without gate and states
             values[name] = self._value_between(name, values[name], node)
         with torch.no_grad(), unseen():
             states = {name: x[i].detach() for name, x in self.at_nodes.items()}
@@ -134,7 +135,10 @@ class Core:
     def _gradients_at_node(
         self, index: int, node: float, upstream: Sequence[Tensor | None], live: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return the gradients of ``live`` factors at the node between references and factors."""
+        """Return gradients at ``live`` factors, taken at a node between references and factors.
+
+        With a gate the results are (map(result) + added) gate; without one, the kernel's results.
+        """
         values = {name: x.detach() for name, x in self.factors.items()}
         names = [name for name in live if name in values]
         for name in names:
@@ -146,7 +150,7 @@ class Core:
             results = self.outputs(**{name: x for name, x in values.items() if "@" not in name})
             if self.gate is None:
                 return self._gradients_at_factors(results, values, names, upstream)
-            (result, *added), (at_product,) = results, upstream  # of (map(result) + added) gate
+            (result, *added), (at_product,) = results, upstream
             assert at_product is not None and self.result is not None and self.mapped is not None
             gate = self.gate.detach()
             if FAMILY[self.reading.mode.rule]["gate"].reference == "rest":
@@ -155,7 +159,7 @@ class Core:
             at_results = [at_result, *(at_product * gate for _ in added)]
             gradients = self._gradients_at_factors(results, values, names, at_results)
             if _GATE in live:
-                if is_affine:  # the map's constant, such as a norm's bias, counts as content
+                if is_affine:  # map(result) at the node: the map's constant is scaled as content is
                     mapped = apply_map(result.detach() - node * self.result.detach())
                     mapped = mapped + node * self.mapped.detach()
                 else:
@@ -184,13 +188,13 @@ class Core:
         }
 
     def _linear_map(self, upstream: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], bool]:
-        """Return the gradient at the kernel's result, given the gradient at the mapped result.
+        """Return the gradient at the kernel's result, for ``upstream`` at the mapped result.
 
         Also return the linear map as a function, and True if the map adds a constant.
         """
         result, mapped = self.result, self.mapped
         assert result is not None and mapped is not None
-        if mapped is result:
+        if mapped is result:  # the identity
             return upstream, lambda x: x, False
         constants: list[Tensor] = []
         upstream = upstream.to(mapped.dtype).requires_grad_()
@@ -219,10 +223,13 @@ class Core:
         return torch.lerp(mean.movedim(1, dim), factor, node)
 
     def gradients_on_paths(self, upstream: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """Return gradients at the factors in ``live``, only along paths that the pass follows."""
+        """Return gradients at the factors in ``live``, along the paths of this pass's label only.
+
+        The pass with label "content" stores where other labels' paths begin; see :class:`.Labels`.
+        """
         labels = self.reading.mode.labels
         gradients, path_starts = self.averaged_gradients(upstream), labels.path_starts
-        if labels.label == "content":  # gradients at other factors are starts for later passes
+        if labels.label == "content":
             for name in gradients:
                 if self.role_of(name) != "content":
                     path_starts.setdefault(self.role_of(name), {})[self.key, name] = gradients[name]
@@ -243,7 +250,7 @@ def divide(core: Core, value: Tensor | None = None) -> tuple[Tensor, ...]:
         value: the only result. Default: None, the kernel is called.
     """
     with unseen():
-        # without the value's own graph, which no relevance passes
+        # drop the value's own graph: relevance goes to the core's factors instead
         value = None if value is None else value.detach()
         results: tuple[Tensor, ...] = _Divided.apply(core, value, *core.live.values())  # type: ignore[no-untyped-call]
     return results
@@ -268,7 +275,7 @@ class _Divided(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         core: Core = ctx.core
         results = ctx.saved_tensors
-        if all(gradient is None for gradient in upstream):  # averaging needs one
+        if all(gradient is None for gradient in upstream):  # averaged_gradients() needs one
             upstream = (torch.zeros_like(results[0]), *upstream[1:])
         gradients, live = core.gradients_on_paths(upstream), core.live
         if core.reading.mode.labels.label is None:  # references are accounted for all paths at once

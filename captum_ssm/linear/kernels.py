@@ -34,7 +34,9 @@ from ..tracing.repair.fused import gated_norm
 from ..tracing.repair.loops import Repair, replacing
 from .divided import Core
 from .reading import READ, STATES, Reading, Roles, current_reading
+from .rules import Args, Kwargs
 
+Kernel = Callable[..., Any]
 #: Computes a kernel's result from the reading of a mixer call, the kernel and its arguments.
 Entry = Callable[..., Any]
 
@@ -78,23 +80,18 @@ _UNSUPPORTED = frozenset(
 _LAST = frozenset(("return_last_state", "return_final_states", "output_final_state"))
 
 
-def _call_by_names(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_by_names(reading: Reading, kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
     """Call a kernel whose arguments are vectors (B, L, ...), with roles by argument name."""
     return _call_with_roles(reading, kernel, args, kwargs, softmax=False)
 
 
-def _call_softmax(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_softmax(reading: Reading, kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
     """Call a kernel of softmax attention, as :func:`_call_by_names` does."""
     return _call_with_roles(reading, kernel, args, kwargs, softmax=True)
 
 
 def _call_with_roles(
-    reading: Reading,
-    kernel: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    softmax: bool,
+    reading: Reading, kernel: Kernel, args: Args, kwargs: Kwargs, *, softmax: bool
 ) -> Any:
     """Call a kernel on vectors (B, L, ...), whose roles follow from the names of its arguments."""
     vector_names = "q", "k", "p", "query", "key"
@@ -143,19 +140,19 @@ def _zeros_for_state(x: Any) -> Any:
 
 
 @functools.cache
-def _parameters(kernel: Callable[..., Any]) -> tuple[str, ...]:
+def _parameters(kernel: Kernel) -> tuple[str, ...]:
     """Return the names of a kernel's parameters, without ``*args`` and ``**kwargs``."""
     parameters = inspect.signature(kernel).parameters.values()
     return tuple(x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY))
 
 
-def _add_by_name(kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _add_by_name(kernel: Kernel, args: Args, kwargs: Kwargs) -> bool:
     """Add positional arguments to ``kwargs`` by name; return False if some have no name."""
     kwargs |= zip(_parameters(kernel), args, strict=False)
     return len(args) <= len(_parameters(kernel))
 
 
-def _call_delta(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_delta(reading: Reading, kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
     """Call a gated delta rule; for one token after a state, use a torch form with gradients."""
     original_call = functools.partial(kernel, *args, **kwargs)
     if not _add_by_name(kernel, args, kwargs):
@@ -167,7 +164,7 @@ def _call_delta(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwar
 
 
 @functools.cache
-def _step_by_torch(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _step_by_torch(kernel: Kernel) -> Kernel:
     """Return a torch form of the gated delta rule for one token (B, 1, H, P) after a state.
 
     S' = exp(g) S + beta k (v - k exp(g) S), y = q S', with states S (B, H, N, P). The kernels for
@@ -208,7 +205,7 @@ def _step_by_torch(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _call_rwkv7(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_rwkv7(reading: Reading, kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
     """Call chunk_rwkv7 with erasing keys and steps as two factors; its ``b`` is their product."""
     # reading.step is stored by _compute_rwkv7_keys()
     if not _add_by_name(kernel, args, kwargs) or reading.step is None:
@@ -219,7 +216,7 @@ def _call_rwkv7(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwar
 
 
 @functools.cache
-def _of_erasing(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _of_erasing(kernel: Kernel) -> Kernel:
     """Return chunk_rwkv7 as a function of erasing keys and steps, from which it gets a and b."""
 
     def call_on_factors(erase: Tensor, erase_step: Tensor, **kwargs: Any) -> Any:
@@ -229,7 +226,7 @@ def _of_erasing(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compute_rwkv7_keys(
-    reading: Reading, kernel: Callable[..., Tensor], k: Tensor, a: Tensor, ka: Tensor
+    reading: Reading, kernel: Kernel, k: Tensor, a: Tensor, ka: Tensor
 ) -> Tensor:
     """Compute fused_k_rwkv7: keys k + k (a - 1) ka (B, L, H N) by steps ``a``; store the steps."""
     keys, reading.step = _wide(k), a
@@ -237,7 +234,7 @@ def _compute_rwkv7_keys(
 
 
 def _compute_rwkv7_mixing(
-    reading: Reading, kernel: Callable[..., Any], hidden: Tensor, delta: Tensor, *shares: Tensor
+    reading: Reading, kernel: Kernel, hidden: Tensor, delta: Tensor, *shares: Tensor
 ) -> list[Tensor]:
     """Compute fused_addcmul_rwkv7, hidden + delta share; its backward overwrites ``hidden``."""
     x, change = _wide(hidden), _wide(delta)
@@ -246,7 +243,7 @@ def _compute_rwkv7_mixing(
 
 def _compute_rwkv7_output(
     reading: Reading,
-    kernel: Callable[..., Tensor],
+    kernel: Kernel,
     o: Tensor,
     r: Tensor,
     k: Tensor,
@@ -369,7 +366,7 @@ def _convolve_between_gates(
 
 def _call_fla_conv(
     reading: Reading,
-    kernel: Callable[..., Any],
+    kernel: Kernel,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -572,7 +569,7 @@ def _compute_scan_step(
     return y if z is None else y * F.silu(z)
 
 
-def _compute_mamba(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _compute_mamba(reading: Reading, kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
     """Compute mamba_ssm's mamba_inner_fn: a whole mixer without its first projection.
 
     x, z = xz; x = silu(conv(x)); dt, b, c = x_proj(x); out_proj(scan(x, dt, A, b, c) silu(z)).
@@ -595,9 +592,7 @@ def _compute_mamba(reading: Reading, kernel: Callable[..., Any], *args: Any, **k
     return F.linear(y.transpose(1, 2), call.out_proj_weight, call.out_proj_bias)
 
 
-def _compute_mamba2(
-    reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Tensor:
+def _compute_mamba2(reading: Reading, kernel: Kernel, *args: Any, **kwargs: Any) -> Tensor:
     """Compute mamba_split_conv1d_scan_combined: a Mamba-2 mixer without its first projection.
 
     z0, x0 (gated MLP), z, x b c (convolved), dt = zxbcdt; y = norm(scan(x) with gate z);
@@ -628,7 +623,7 @@ def _compute_mamba2(
     return y if call.outproj_weight is None else F.linear(y, call.outproj_weight, call.outproj_bias)
 
 
-def _arguments_of(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> SimpleNamespace:
+def _arguments_of(kernel: Kernel, *args: Any, **kwargs: Any) -> SimpleNamespace:
     """Return a call's arguments by name, with the kernel's defaults."""
     call = inspect.signature(kernel).bind(*args, **kwargs)
     call.apply_defaults()
@@ -698,13 +693,13 @@ def _keep_query(reading: Reading, kernel: Callable[..., Tensor], x: Any, times: 
     return x
 
 
-def _call_if_frozen(reading: Reading, kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_if_frozen(reading: Reading, kernel: Kernel, *args: Any, **kwargs: Any) -> Any:
     """Call a kernel if only content and gates get relevance; else use the mixer's adapter."""
     call = reading.give_up if reading.mode.divides else functools.partial(_call_by_names, reading)
     return call(kernel, *args, **kwargs)
 
 
-def _call_mlstm(reading: Reading, kernel: Callable[..., Any], backend: Any, **kwargs: Any) -> Any:
+def _call_mlstm(reading: Reading, kernel: Kernel, backend: Any, **kwargs: Any) -> Any:
     """Call the kernels of mLSTM, by a backend's method, for rules that freeze their factors."""
     if "siging" in str(backend.config.chunkwise_kernel):  # a sigmoid as input gate
         return reading.give_up(kernel, backend, **kwargs)
@@ -768,7 +763,7 @@ _WITH_CACHE = {
 }
 
 
-def _decorator(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _decorator(entry: Entry) -> Callable[[Kernel], Kernel]:
     """Return a decorator of kernels: they call ``entry`` in mixers explained by their own code.
 
     In other code they only call the kernel. The mixer is left to its adapter if the call has an
@@ -776,7 +771,7 @@ def _decorator(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any
     """
     unsupported = _UNSUPPORTED - _WITH_CACHE.get(entry, frozenset())
 
-    def wrap(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(kernel: Kernel) -> Kernel:
         @functools.wraps(kernel)
         def call(*args: Any, **kwargs: Any) -> Any:
             reading = current_reading.get()
@@ -800,9 +795,9 @@ def _decorator(entry: Entry) -> Callable[[Callable[..., Any]], Callable[..., Any
     return wrap
 
 
-def _original(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _original(kernel: Kernel) -> Kernel:
     """Return the original kernel inside a wrapper made by :func:`_decorator`."""
-    original: Callable[..., Any] = getattr(kernel, "_kernel", kernel)
+    original: Kernel = getattr(kernel, "_kernel", kernel)
     return original
 
 

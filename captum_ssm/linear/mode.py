@@ -20,7 +20,7 @@ from .carried import Carried
 from .constants import Ledger, divide_gradient
 from .kernels import call_attention
 from .reading import Reading
-from .rules import BENT, FROZEN, RULES, VIEWS, plain_name, to_positional
+from .rules import BENT, FROZEN, RULES, VIEWS, Args, Kwargs, plain_name, to_positional
 from .shares import Labels, Rule
 from .tags import FOLLOWED, NONE, RECOGNIZED, UNKNOWN, Tags
 
@@ -147,7 +147,7 @@ class Linearizing(TorchFunctionMode):
         self.bends = 0
         self.reading: Reading | None = None
         self.defers = False
-        self.checks: dict[str, Callable[[str, tuple[Any, ...], dict[str, Any]], None]] = {}
+        self.checks: dict[str, Callable[[str, Args, Kwargs], None]] = {}
         self.given: Tensor | None = None
         self._ids = ids
         self._tags = None if ids is None else Tags(ids)
@@ -254,8 +254,8 @@ class Linearizing(TorchFunctionMode):
         self,
         func: Callable[..., Any],
         types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> Any:
         """Call a torch function by its rule; follow ids, and refuse functions without a rule."""
         kind = _KINDS.get(func)
@@ -344,9 +344,7 @@ class Linearizing(TorchFunctionMode):
             return False
         return x in self._unwritten and self._unwritten[x] == x._version
 
-    def _check_read(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _check_read(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Refuse arguments that a kernel may have written without torch; return all arguments.
 
         A weight is not checked: a kernel may have unpacked it without torch, but not from an input.
@@ -362,9 +360,7 @@ class Linearizing(TorchFunctionMode):
         args = (*args[:written], *map(self.known, args[written:checked]), *args[checked:])
         return args, {k: v if k == "out" else self.known(v) for k, v in kwargs.items()}
 
-    def _is_simple(
-        self, kind: object, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-    ) -> bool:
+    def _is_simple(self, kind: object, args: Args, kwargs: Kwargs | None) -> bool:
         """Return True if no rule is needed: a view without tensors as index, or a product.
 
         It is ``linear`` without a bias, which is a constant that the ledger must record.
@@ -469,8 +465,8 @@ class Linearizing(TorchFunctionMode):
     def product(
         self,
         func: Callable[..., Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         constant: Tensor | None = None,
     ) -> Tensor:
         """Compute a product that divides relevance equally among factors depending on the input.
@@ -514,7 +510,7 @@ class Linearizing(TorchFunctionMode):
         return value.detach() if self.is_bent(value) else value
 
     def _call_in_place(
-        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, func: Callable[..., Any], name: str, args: Args, kwargs: Kwargs
     ) -> Tensor:
         """Call an in-place function by the rule of its ordinary form, and write the result."""
 
@@ -527,7 +523,7 @@ class Linearizing(TorchFunctionMode):
         return self.overwrite(args[0], RULES[name](self, ordinary, (x, *args[1:]), kwargs))
 
     def _call_without_input(
-        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, func: Callable[..., Any], name: str, args: Args, kwargs: Kwargs
     ) -> Any:
         """Call a function of constants or ids; follow the ids, or refuse an unclear look-up."""
         out = func(*args, **kwargs) if self._tags is None else self._tags.call(func, args, kwargs)
@@ -658,9 +654,7 @@ class Linearizing(TorchFunctionMode):
         return value
 
 
-def _ids_and_table(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Tensor, Tensor] | None:
+def _ids_and_table(name: str, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor] | None:
     """Return the ids that a function looks up, and the table; None for other functions."""
     if name == "embedding":
         (ids, table, *_), _ = to_positional(args, kwargs, "input", "weight")

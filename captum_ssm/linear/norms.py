@@ -15,7 +15,7 @@ from ..mixers.base import first_tensor
 from ..tracing.hooks import hooked
 from ..tracing.repair.fused import unfused
 from .mode import Linearizing
-from .rules import RULES, plain_name
+from .rules import RULES, Args, Kwargs, plain_name
 
 #: Norm functions of torch. Each is computed by its rule in :mod:`.rules`, and its root is detached.
 _NORMS = ("layer_norm", "group_norm", "instance_norm", "rms_norm", "normalize")
@@ -115,8 +115,8 @@ class _Norms(TorchFunctionMode):
         self,
         func: Callable[..., Any],
         types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> Any:
         kwargs, name = kwargs or {}, plain_name(func.__name__)
         if name in _NORMS:
@@ -163,7 +163,7 @@ class _Norms(TorchFunctionMode):
         )
 
 
-def _is_root(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> bool:
+def _is_root(name: str, args: Args, kwargs: Kwargs, out: Any) -> bool:
     """Return True if a function computes the root that a norm divides by, or its inverse."""
     if not isinstance(out, Tensor) or not out.is_floating_point():
         return False

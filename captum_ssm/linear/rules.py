@@ -32,8 +32,11 @@ from .constants import shrink_repeats
 if TYPE_CHECKING:
     from .mode import Linearizing
 
+#: Positional and keyword arguments of a torch function.
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 #: A rule: a function of the mode, the torch function, and the arguments of the torch function.
-Rule = Callable[["Linearizing", Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+FunctionRule = Callable[["Linearizing", Callable[..., Any], Args, Kwargs], Any]
 
 #: The usual name of the torch function behind each Python operator and each alias.
 ALIASES = {
@@ -113,7 +116,7 @@ def plain_name(name: str) -> str:
     return ALIASES.get(name, name)
 
 
-def linear(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def linear(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Call a linear function that only rearranges entries; activations' outputs stay marked."""
     out = func(*args, **kwargs)
     if mode.is_bent(args[0]):
@@ -122,18 +125,19 @@ def linear(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str
     return out
 
 
-def mixing(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def mixing(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Call a linear function whose result does not count as an activation's, such as a sum."""
     return func(*args, **kwargs)
 
 
-def extremum(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def extremum(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Call max or min of one tensor as a linear function; freeze max or min of two tensors."""
+    # if not ``other``, the second argument is a dim
     of_two = isinstance(kwargs.get("other", args[1] if len(args) > 1 else None), Tensor)
     return frozen(mode, func, args, kwargs) if of_two else func(*args, **kwargs)
 
 
-def affine(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def affine(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Call a function that joins tensors, such as cat; record constant arguments."""
     out = func(*args, **kwargs)
     if mode.all_live((*args, *kwargs.values())):
@@ -141,26 +145,24 @@ def affine(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str
     return _record_constants(mode, func, args, kwargs, out)
 
 
-def filling(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def filling(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Call where, pad or masked_fill; record the constant arguments, including Python scalars."""
     out = func(*args, **kwargs)
     values = (*args, *kwargs.values())
-    has_numbers = any(isinstance(value, int | float) and value for value in values)
-    if mode.all_live(values) and not has_numbers:
+    has_fill_value = any(isinstance(value, int | float) and value for value in values)
+    if mode.all_live(values) and not has_fill_value:
         return out
     return _record_constants(mode, func, args, kwargs, out)
 
 
-def _record_constants(
-    mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-) -> Any:
+def _record_constants(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs, out: Any) -> Any:
     """Return ``out``; record as its constant the result for 0 in place of live arguments."""
     kwargs = {name: mode.constant_part(value) for name, value in kwargs.items()}
     constant = func(*map(mode.constant_part, args), **kwargs)
     return mode.ledger.included(out, constant) if may_hold_any(constant) else out
 
 
-def summing(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def summing(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Add or subtract two arguments; record a constant argument, which may be a Python scalar."""
     (x, other), kwargs = to_positional(args, kwargs, "input", "other")
     out = func(x, other, **kwargs)
@@ -177,7 +179,7 @@ def summing(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[st
     return out
 
 
-def assigning(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def assigning(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> None:
     """Assign x[index] = value; record constant entries of x, or a constant value."""
     base, index, value = args
     if mode.is_live(base) and mode.is_live(value):
@@ -190,18 +192,18 @@ def assigning(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[
         mode.ledger.included_in(base, constants)
 
 
-def copying(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def copying(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Compute x.copy_(source) by overwriting x with source and its graph."""
     (x, source), _ = to_positional(args, kwargs, "self", "src")
     return mode.overwrite(x, source)
 
 
-def product(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def product(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Compute a product whose relevance is divided among the factors depending on the input."""
     return mode.product(func, args, kwargs)
 
 
-def quotient(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def quotient(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Divide by the frozen denominator; with ``rounding_mode``, freeze the whole quotient."""
     if kwargs.get("rounding_mode") is not None:
         return frozen(mode, func, args, kwargs)
@@ -210,36 +212,40 @@ def quotient(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[s
         denominator = denominator.detach()
     out = func(numerator, denominator)
     if mode.is_live(numerator) and numerator in mode.at_rest:
-        mode.at_rest[out] = None
+        mode.at_rest[out] = None  # a tangent, but not a gate
     return out
 
 
-def gated(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def gated(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Compute glu: the first half of the features times the frozen sigmoid of the second half."""
     x, dim = fill_arguments(args, kwargs, ("input", "dim"), (-1,))
     stream, gate = x.chunk(2, dim)
     return stream * torch.sigmoid(gate.detach())
 
 
-def log_softmax(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute log_softmax: x minus the mean of x under frozen probabilities, minus the entropy."""
+def log_softmax(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Compute log_softmax: x minus the mean of x under frozen probabilities, minus the entropy.
+
+    logsumexp(x) = sum(p x) + entropy(p) for p = softmax(x); with p frozen the entropy is constant.
+    """
     x = args[0] if args else kwargs["input"]
     log_probabilities = frozen(mode, func, args, kwargs)
     (_, dim), _ = to_positional(args[:2], kwargs, "input", "dim")
     probabilities = log_probabilities.exp()
     x = x.to(log_probabilities.dtype)
-    terms = probabilities * x.masked_fill(probabilities == 0, 0)
+    terms = probabilities * x.masked_fill(probabilities == 0, 0)  # x may be -inf there
     entropy = torch.special.entr(probabilities).sum(dim, keepdim=True)
     out = x - terms.sum(dim, keepdim=True) - entropy
     mode.ledger.record(out, -entropy)
     return out
 
 
-def frozen(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def frozen(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Detach the result; with ``mode.follows_tangents``, functions in TANGENT stay as tangents."""
     has_tangent = plain_name(func.__name__) in TANGENT and bool(args) and mode.is_live(args[0])
     if has_tangent and mode.follows_tangents:
         out = _tangent(mode, func, args, kwargs)
+        # in a mixer's own code a sigmoid may be a gate
         is_gate = mode.reading is not None and func in (torch.sigmoid, F.sigmoid, Tensor.sigmoid)
         mode.at_rest[out] = 0.5 if is_gate else None
         return out
@@ -247,7 +253,7 @@ def frozen(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str
         return func(*args, **kwargs)
 
 
-def _tangent(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _tangent(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return f(x) as its tangent at x: the frozen slope times x, plus a constant."""
     x, *options = args
     with torch._C.DisableTorchFunction(), torch.enable_grad():
@@ -255,7 +261,7 @@ def _tangent(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[s
         with saved_tensors_hooks(_identity, _identity):
             point = x.detach().requires_grad_()
             value = func(point, *options, **kwargs)
-            (slope,) = torch.autograd.grad(value.sum(), point)
+            (slope,) = torch.autograd.grad(value.sum(), point)  # of each entry by itself
         linear_part = x * slope
         constant = value.detach() - linear_part.detach()
     return mode.ledger.included(linear_part + constant, constant)
@@ -265,16 +271,16 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def bent(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def bent(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return x times the frozen ratio f(x) / x; freeze the result if f(0) is not 0.
 
-    The limits of a tangent, as of a step after softplus, are a tangent as well: a step at its
-    limit does not depend on the input.
+    A clamp of a tangent, as of a step after softplus, is a tangent as well: a step at its limit
+    does not depend on the input.
     """
     (x, *options), kwargs = to_positional(args, kwargs, "input")
     if x in mode.at_rest and plain_name(func.__name__) in TANGENT:
         return frozen(mode, func, (x, *options), kwargs)
-    ratio = _closed_ratio(func, x.detach(), options, kwargs)
+    ratio = _closed_ratio(func, x.detach(), options, kwargs)  # without calls of ``func``
     if ratio is not None:
         out = x * ratio
         mode.mark_bent(out)
@@ -294,7 +300,7 @@ def bent(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _closed_ratio(
-    func: Any, x: Tensor, positional_options: Iterable[Any], kwargs: dict[str, Any]
+    func: Any, x: Tensor, positional_options: Iterable[Any], kwargs: Kwargs
 ) -> Tensor | None:
     """Return f(x) / x if it has a closed form, as for silu and squares; else, or in place, None."""
     name, options = plain_name(func.__name__), [*positional_options, *kwargs.values()]
@@ -313,7 +319,7 @@ def _frozen_ratio(x: Tensor, function: Callable[[Tensor], Tensor]) -> tuple[Tens
     return result.div_(point), result is argument
 
 
-def power(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def power(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Compute a positive power as x times a frozen ratio; freeze all other powers."""
     exponent = args[1] if len(args) > 1 else kwargs["exponent"]
     if isinstance(exponent, Tensor) or exponent <= 0:
@@ -321,7 +327,7 @@ def power(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str,
     return bent(mode, func, args, kwargs)
 
 
-def with_bias(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def with_bias(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Compute linear or a convolution: a product with a weight, plus a bias per output channel."""
     (x, weight, *options), kwargs = to_positional(args, kwargs, "input", "weight", "bias")
     bias = options[0] if options else None
@@ -331,11 +337,13 @@ def with_bias(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[
     return mode.product(func, (x, weight, *options), kwargs, bias.view(-1, *(1,) * spatial_dims))
 
 
-def with_summand(product: Callable[..., Tensor], left: str, right: str) -> Rule:
+def with_summand(product: Callable[..., Tensor], left: str, right: str) -> FunctionRule:
     """Return the rule of addmm and similar functions: beta * summand + alpha * product."""
 
-    def rule(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def rule(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Compute the product and the sum by their own rules."""
         (summand, *factors), kwargs = to_positional(args, kwargs, "input", left, right)
+        # addcmul's name of alpha is value
         alpha, beta = kwargs.get("alpha", kwargs.get("value", 1)), kwargs.get("beta", 1)
         terms = beta * summand, alpha * mode.product(product, tuple(factors), {})
         return summing(mode, torch.add, terms, {})
@@ -343,7 +351,7 @@ def with_summand(product: Callable[..., Tensor], left: str, right: str) -> Rule:
     return rule
 
 
-def lerp(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def lerp(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Compute lerp as x + (end - x) * weight, by the rules of sums and products.
 
     In a mixer that is explained by its own code, the weight is frozen: RWKV-7's share of the first
@@ -361,9 +369,7 @@ def _summed_product(left: Tensor, right: Tensor) -> Tensor:
     return torch.einsum("bij,bjk->ik", left, right)
 
 
-def layer_norm(
-    mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def layer_norm(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute layer_norm: center, and divide by a frozen standard deviation."""
     x, size, weight, bias, eps = fill_arguments(
         args, kwargs, ("input", "normalized_shape", "weight", "bias", "eps"), (None, None, 1e-5)
@@ -372,9 +378,7 @@ def layer_norm(
     return _scale_and_shift(mode, out, weight, bias).to(x.dtype)
 
 
-def group_norm(
-    mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def group_norm(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute group_norm: center each channel group; divide by a frozen standard deviation."""
     x, groups, weight, bias, eps = fill_arguments(
         args, kwargs, ("input", "num_groups", "weight", "bias", "eps"), (None, None, 1e-5)
@@ -385,9 +389,7 @@ def group_norm(
     return _scale_and_shift(mode, out, weight, bias).to(x.dtype)
 
 
-def instance_norm(
-    mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def instance_norm(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute instance_norm: center each channel; divide by a frozen standard deviation."""
     args, kwargs = _name_arguments(func, args, kwargs)
     names = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats")
@@ -397,14 +399,13 @@ def instance_norm(
         (*names, "momentum", "eps", "cudnn_enabled"),
         (None, None, None, None, True, 0.1, 1e-5, True),
     )
-    if not uses_input:
-        return batch_norm(
-            mode, F.batch_norm, (x, mean, variance, weight, bias, False, 0.1, eps), {}
-        )
+    if not uses_input:  # no training; a momentum, which is then unused
+        arguments = x, mean, variance, weight, bias, False, 0.1, eps
+        return batch_norm(mode, F.batch_norm, arguments, {})
     return group_norm(mode, F.group_norm, (x, x.shape[1], weight, bias, eps), {})
 
 
-def rms_norm(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def rms_norm(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute rms_norm: divide by a frozen root mean square."""
     x, size, weight, eps = fill_arguments(
         args, kwargs, ("input", "normalized_shape", "weight", "eps"), (None, None)
@@ -415,9 +416,7 @@ def rms_norm(mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[s
     return _scale_and_shift(mode, out, weight, None).to(x.dtype)
 
 
-def batch_norm(
-    mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def batch_norm(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute batch_norm: an affine map of each channel with the running statistics."""
     args, kwargs = _name_arguments(func, args, kwargs)
     names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum")
@@ -437,9 +436,7 @@ def batch_norm(
     return mode.ledger.included(out, shift.view(channel_shape)).to(x.dtype)
 
 
-def _name_arguments(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _name_arguments(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Convert positional arguments of torch.batch_norm or torch.instance_norm to named ones.
 
     These functions take weights before statistics, unlike the ones in torch.nn.functional.
@@ -451,9 +448,7 @@ def _name_arguments(
     return (), dict(zip(names, args, strict=False)) | kwargs
 
 
-def normalize(
-    mode: Linearizing, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+def normalize(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """Compute normalize: divide vectors by their frozen lengths."""
     x, p, dim, eps = fill_arguments(args, kwargs, ("input", "p", "dim", "eps"), (2.0, 1, 1e-12))
     length = torch.linalg.vector_norm(x.detach(), p, dim, keepdim=True)
@@ -478,32 +473,28 @@ def _scale_and_shift(
 
 
 def _widen(x: Tensor) -> Tensor:
-    """Convert to float32 or wider, in which torch's own norms compute."""
+    """Convert to float32 or wider, as torch's own norms do."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def fill_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...], defaults: tuple[Any, ...]
-) -> list[Any]:
+def fill_arguments(args: Args, kwargs: Kwargs, names: tuple[str, ...], defaults: Args) -> list[Any]:
     """Return all arguments in the order of ``names``; ``defaults`` are for the last names."""
     values = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)) | kwargs
     values.update(zip(names, args, strict=False))
     return [values[name] for name in names]
 
 
-def to_positional(
-    args: tuple[Any, ...], kwargs: dict[str, Any], *names: str
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def to_positional(args: Args, kwargs: Kwargs, *names: str) -> tuple[Args, Kwargs]:
     """Move keyword arguments with the given names to positional arguments, in this order."""
     kwargs = dict(kwargs)
     moved = [kwargs.pop(name) for name in names[len(args) :] if name in kwargs]
     return (*args, *moved), kwargs
 
 
-def _rule_by_name() -> dict[str, Rule]:
+def _rule_by_name() -> dict[str, FunctionRule]:
     """Return the rule of each torch function, by the name that :func:`plain_name` returns."""
-    rules: dict[str, Rule] = {}
-    kinds: tuple[tuple[str, Rule], ...] = (
+    rules: dict[str, FunctionRule] = {}
+    kinds: tuple[tuple[str, FunctionRule], ...] = (
         (VIEWS, linear),
         (MIXING, mixing),
         (SUMS, summing),
