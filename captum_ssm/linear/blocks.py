@@ -240,9 +240,7 @@ class Blocks:
         through_blocks: dict[int, Tensor] = {}
         for index in reversed(range(-1, len(self._calls))):
             earlier = self._calls[: index + 1]
-            entering = (
-                [] if self._report is None else [x for call in earlier for x in call.entering]
-            )
+            entering = [x for call in earlier if self._report for x in call.entering]
             if sources:
                 ends = [*wanted, *(call.anchor for call in earlier), *entering]
                 options = {"retain_graph": True, "allow_unused": True}

@@ -326,12 +326,8 @@ def _convolve_between_gates(
 ) -> Tensor:
     """Call a convolution of gated content, so that content and both gates share relevance.
 
-    Args:
-        reading: the reading.
-        convolve: the convolution without its bias.
-        x: the convolution's input (B, D, K + L), where the first K tokens are from a cache.
-        gated: the product of gate and content, the last L tokens of ``x``.
-        weight, bias: weight (D, taps) and bias (D,) of the convolution.
+    The input ``x`` (B, D, K + L) has K tokens from a cache and then L of ``gated``, the product of
+    gate and content. ``convolve`` leaves out the bias (D,); the weight is (D, taps).
     """
     roles, factors = dict(gated.roles), dict(gated.factors)
     length, taps = factors["other"].shape[-1], weight.shape[-1]

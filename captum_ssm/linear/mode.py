@@ -251,11 +251,7 @@ class Linearizing(TorchFunctionMode):
         return copy
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Args = (),
-        kwargs: Kwargs | None = None,
+        self, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         """Call a torch function by its rule; follow ids, and refuse functions without a rule."""
         kind = _KINDS.get(func)

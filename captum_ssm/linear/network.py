@@ -193,14 +193,14 @@ class Network(Watcher):
         return self.mode.blocks is not None and self.mode.blocks.entering is not None
 
     def enters(self, module: nn.Module, given: Arguments, is_block: bool) -> Arguments | None:
-        """Record the tensors that enter a block; pass views, to separate the paths of blocks."""
+        """Record the tensors that enter a block; return views, to separate the paths of blocks."""
         blocks = self.mode.blocks
         waits = blocks is not None and blocks.waits_for(module)  # it runs again later
         if waits or not (is_block and self.keeps_steps):
             return None
         live = [x for x in (*given[0], *given[1].values()) if self.mode.is_live(x)]
-        # if several tensors enter, of which one may be computed from another, or one that entered
-        # an earlier block, this block gets views: their gradients come from this block alone
+        # gradients at views come from this block alone. They are needed if several tensors enter,
+        # of which one may be computed from another, or one that entered an earlier block.
         has_several = len({id(x) for x in live}) > 1
         views = {id(x): x.view_as(x) for x in live if has_several or id(x) in self._entered}
         self._first_id |= {id(view): self._first_id.get(key, key) for key, view in views.items()}
@@ -282,12 +282,12 @@ class Network(Watcher):
     def returned(self, mixer: Mixer, call: Call) -> Tensor | None:
         """Return the mixer's output with a linear graph, computed by its operator if necessary."""
         output = call.output_tensor
-        if self.mode.blocks is None or not self.mode.blocks.runs_again:
+        if self.mode.blocks is None or not self.mode.blocks.runs_again:  # count no rerun
             self.calls[mixer] += 1
         if self.looks_away:
             self._record_mask(mixer, call)
             return None
-        self.mode.known(call.hidden_states)
+        self.mode.known(call.hidden_states)  # refuse memory that a kernel may have written
         if self._is_read.get(mixer.module, False):
             with unseen():
                 if self._is_explained(self._readings.pop(), mixer, call):
@@ -311,7 +311,7 @@ class Network(Watcher):
                 raise refused_cache(name, cache)
         if not reading.explains(call) or not all_finite(output):  # an adapter names the cause
             return False
-        self._error_limit(output, mixer)
+        self._error_limit(output, mixer)  # for ``granted``
         reading.mask = mask = mask_of(mixer.module, call)
         mask = None if mask is None else mask[:, -output.shape[1] :]  # without cached tokens
         self._record_call(mixer, call, output, mask)
@@ -324,6 +324,7 @@ class Network(Watcher):
             self.mask = mask
         if self.keeps_steps and self.mode.is_live(out):
             entering = () if call.block is None else self._entering[call.block]
+            # None for a tensor that was no view
             first_ids = tuple(self._first_id.get(id(x)) for x in entering)
             self.steps.append(Step(mixer.name, entering, out, first_ids))
 
@@ -337,7 +338,7 @@ class Network(Watcher):
                 self.mask = mask
 
     def left(self, mixer: Mixer, output: Any) -> Any:
-        """Replace further outputs that later mixers read directly by tensors with a graph."""
+        """Replace further outputs, which later mixers read directly, by tensors with a graph."""
         replacements = self._passed_on.pop(mixer, None)
         if not replacements:
             return None
@@ -350,7 +351,7 @@ class Network(Watcher):
         """Return True if a mixer reads the first input, so that both have the same tokens.
 
         The mixers of an image encoder read only further inputs. The graph is searched from the
-        mixer's input, each node once in a run.
+        mixer's input; the answer for each node is kept in ``_reads_root`` until the run ends.
         """
         entering = None if self.mode.blocks is None else self.mode.blocks.entering
         inputs = [call.hidden_states] if entering is None else entering
@@ -367,7 +368,7 @@ class Network(Watcher):
                 continue
             earlier = [x for x, _ in node.next_functions if x is not None]
             unvisited = [x for x in earlier if x not in reads_root]
-            if unvisited:
+            if unvisited:  # answer for these first; the node stays on the stack
                 nodes += unvisited
                 continue
             is_root = getattr(node, "variable", None) is root
@@ -538,6 +539,7 @@ def under_rules(
     names = {module: name for name, module in model.named_modules()}
 
     def where(otherwise: str) -> str:
+        """Return the name of the running module; ``otherwise``, or the model's class, if none."""
         return name_of_running(names, otherwise or type(model).__name__)
 
     ids = None if inputs.is_floating_point() else inputs
@@ -556,21 +558,21 @@ def under_rules(
 
 
 def apply_mixer(
-    linear: LinearMixer, mode: Linearizing, replace: Callable[[Tensor], Tensor] | None = None
+    linear: LinearMixer, mode: Linearizing, replace_heads: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
     """Compute a mixer's output (B, L, E) by its operator, with a linear graph.
 
     Args:
         linear: the linear mixer, whose values depend on the input.
         mode: the rules, which must be active, since the output projection runs under them.
-        inside: a function that replaces the operator's output (B, L, H, P). Default: None.
+        replace_heads: a function that replaces the operator's output (B, L, H, P). Default: None.
     """
     project, operator, values = linear.project, linear.operator, [linear.values]
     mask, end_to_end = linear.mask, linear.end_to_end
     del linear  # so that the values, large for long inputs, are freed once they are read
     _detach_frozen(operator, mode.rule)
     out = _apply(operator, values, mode, mask)
-    out = project(out if replace is None else replace(out))
+    out = project(out if replace_heads is None else replace_heads(out))
     return joined_end_to_end(out, mask) if end_to_end else out
 
 
@@ -586,19 +588,17 @@ def _apply(
 ) -> Tensor:
     """Apply an operator with its offset to values (B, L, H, P); the graph follows the rule.
 
-    Args:
-        operator: the operator.
-        values: a list with one tensor, which is removed from the list so that it can be freed.
-        mode: the torch function mode that applies the rules.
-        mask: True for real tokens (B, L), or None.
+    Products and sums are applied part by part, except for factors that share relevance as one
+    product. ``values`` has one tensor, which is removed from the list so that it can be freed.
     """
     rule, ledger, labels = mode.rule, mode.ledger, mode.labels
     share = functools.partial(apply_with_shares, rule=rule, ledger=ledger, labels=labels)
     if isinstance(operator, Chain):
-        # LRP's half is of products of two, one after the other
+        # rule "half" is of products of two, one after the other
         as_one = mode.divides and mode.rule != "half"
-        for index in reversed(range(len(operator.parts))):
+        for index in reversed(range(len(operator.parts))):  # the last part acts first
             if as_one and has_shares(operator.parts[index], mode.rule):
+                # this part and all that act after it divide relevance as one product
                 outer = Chain(*operator.parts[: index + 1])
                 with unseen():
                     return share(outer, values.pop(), mask=mask)
@@ -616,9 +616,10 @@ def _apply(
         with unseen():
             return share(operator, x, mask=mask)
     if isinstance(operator, Diagonal) and operator.component == "gate" and mode.rule == "half":
+        # the mode's rule for products divides relevance equally
         return x * operator.live.get("weight", operator.weight)
     with unseen():
         out = operator.apply(x)
         bias = operator.offset()
-        # recorded as it is: the mode would spread a bias common to all tokens over them
+        # unseen and recorded as it is: the mode would spread a bias common to all tokens over them
         return out if bias is None else mode.ledger.included(out + bias, bias)

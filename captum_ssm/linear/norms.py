@@ -92,6 +92,7 @@ class _Norms(TorchFunctionMode):
     """Detaches the roots by which norms divide.
 
     With the argument ``keep`` of :func:`frozen_norms`, every run uses the roots of the run on it.
+    The rules of norms, which need a mode with a ledger, get this object in place of both.
     """
 
     def __init__(self, batch: int | None) -> None:
@@ -112,22 +113,18 @@ class _Norms(TorchFunctionMode):
             raise self._different_norms(f"{len(self.met)} norms in place of {len(self.kept)}")
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Args = (),
-        kwargs: Kwargs | None = None,
+        self, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, plain_name(func.__name__)
         if name in _NORMS:
-            with self:  # the rule computes the root by torch functions
+            with self:  # so that torch functions in the rule come here with the root
                 return RULES[name](cast(Linearizing, self), func, args, kwargs)
         out = func(*args, **kwargs)
         return self._freeze_root(name, out) if _is_root(name, args, kwargs, out) else out
 
     @property
     def ledger(self) -> _Norms:
-        """This object in place of a ledger: the rules of norms call its :meth:`included`."""
+        """This object in place of a ledger, for the rules of norms."""
         return self
 
     def included(self, out: Tensor, constant: Tensor) -> Tensor:
@@ -144,6 +141,7 @@ class _Norms(TorchFunctionMode):
             raise self._different_norms(f"more than {len(self.kept)} norms")
         kept_name, kept_root = self.kept[index]
         repeats, remainder = divmod(len(root), len(kept_root))
+        # groups of rows that are repeated in place: each example, or 1 for the whole batch
         examples = 1 if repeats == 1 or self.batch is None else self.batch
         remainder = remainder or len(kept_root) % examples
         if name != kept_name or remainder or root.shape[1:] != kept_root.shape[1:]:
@@ -151,7 +149,7 @@ class _Norms(TorchFunctionMode):
                 f"a {name} of shape {tuple(root.shape)} in place of a {kept_name} of shape "
                 f"{tuple(kept_root.shape)}"
             )
-        # the batch may be ``repeats`` times larger than in ``keep``; tokens may be in it too
+        # rows may be tokens of examples
         roots = torch.unflatten(kept_root, 0, (examples, -1))
         roots = roots.repeat(1, repeats, *(1,) * (kept_root.dim() - 1))
         return roots.flatten(0, 1).to(root)

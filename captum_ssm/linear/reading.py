@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 #: The role of each factor of a kernel, and the factor's token dimension.
 Roles = Mapping[str, tuple[Role, int]]
 
+#: The factors of a kernel, by name.
+Factors = Mapping[str, Tensor]
+
 #: Modules of the adapters whose mixers are explained by their own running code.
 _READ = """
 attention lfm2 mamba mamba2 delta fla.attention fla.delta fla.gated fla.linear fla.mesa_net fla.rwkv
@@ -135,11 +138,7 @@ class Reading:
             return kernel(*args, **kwargs)
 
     def call(
-        self,
-        run: Callable[..., Tensor],
-        roles: Roles,
-        factors: Mapping[str, Tensor],
-        softmax: bool = False,
+        self, run: Callable[..., Tensor], roles: Roles, factors: Factors, softmax: bool = False
     ) -> Tensor:
         """Call a kernel; its result has a linear graph, or one that divides relevance by the rule.
 
@@ -149,14 +148,14 @@ class Reading:
             factors: the factors by name.
             softmax: whether the kernel is softmax attention. Default: False.
         """
-        self._has_mixed |= len(roles) > 1
+        self._has_mixed |= len(roles) > 1  # a kernel with one factor may be a convolution
         if self.mode.divides and len(roles) > 1:
             return self._divide(self._make_core(run, roles, factors, softmax))[0]
         contents = [name for name, (role, _) in roles.items() if role == "content"]
         with unseen():
             inputs = {k: x if k in contents else x.detach() for k, x in factors.items()}
             out = run(**inputs)
-            if out.grad_fn is not None:
+            if out.grad_fn is not None:  # for explains(), which skips the kernel's own nodes
                 self._contents[out.grad_fn] = [factors[name].grad_fn for name in contents]
         return out
 
@@ -164,27 +163,27 @@ class Reading:
         self,
         run: Callable[..., tuple[Tensor, Tensor]],
         roles: Roles,
-        factors: Mapping[str, Tensor],
+        factors: Factors,
         softmax: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Return a kernel's result as :meth:`call` does, and its last state for a cache."""
         states: list[Tensor] = []
 
-        def result(**factors: Tensor) -> Tensor:
+        def run_and_store(**factors: Tensor) -> Tensor:
             out, state = run(**factors)
             states[:] = [state]
             return out
 
         if not self.mode.divides or len(roles) == 1:
-            return self.call(result, roles, factors, softmax), states[0]
+            return self.call(run_and_store, roles, factors, softmax), states[0]
         self._has_mixed = True
         nodes = nodes_of(self.mode.rule, softmax)
         if nodes == (1.0,):  # the cache's state is the state at the only node
             out, state = self._divide(self._make_core(run, roles, factors, softmax))
             return out, state
-        core = self._make_core(result, roles, factors, softmax)
+        core = self._make_core(run_and_store, roles, factors, softmax)
         (out,), (state,) = self._divide(core), states
-        # the next chunk takes derivatives at each node, and needs the state there
+        # the next chunk takes derivatives at each node: pass a state for each, with its own graph
         state_core = replace(core, run=lambda **kwargs: run(**kwargs)[1])
         cores = [replace(state_core, node_index=i) for i in range(len(nodes))]
         assert self.carried is not None
@@ -195,13 +194,14 @@ class Reading:
         self,
         run: Callable[..., Tensor | tuple[Tensor, Tensor]],
         roles: Roles,
-        factors: Mapping[str, Tensor],
+        factors: Factors,
         softmax: bool,
     ) -> Core:
         """Return a kernel's :class:`.Core`, with the sums and states of earlier chunks, if any."""
         sums, at_nodes = dict[str, Before](), dict[str, Sequence[Tensor]]()
         if self.carried is not None:
             shares = FAMILY[self.mode.rule]
+            # keys and queries (B, L, ...) whose means are over tokens of earlier chunks too
             compared = {
                 name: factors[name].movedim(dim, 1)
                 for name, (role, dim) in roles.items()
@@ -233,7 +233,7 @@ class Reading:
             self.gates += 1
 
     def gated_core(self, x: Tensor) -> Core | None:
-        """Return the core of gate times content from which ``x`` is computed; None if not one."""
+        """Return the core of gate times content from which ``x`` is computed; None if none."""
         cores = [] if self.gates is None or not self.mode.divides else self._kernels_behind(x)[0]
         return cores[0][0] if len(cores) == 1 else None
 
@@ -253,12 +253,13 @@ class Reading:
         if not from_kernels:
             # before the kernel only a gate may multiply: two live factors, one an activation
             self.given_up |= (len(live), len(straight)) != (2, 1) and not self._shares_products
-            if self.gates != 1 or not self.mode.divides:
+            if self.gates != 1 or not self.mode.divides:  # not LFM2's first product
                 return None
-            factors = dict(zip(_GATED_CONTENT, live, strict=False))
+            factors = dict(zip(_GATED_CONTENT, live, strict=False))  # the gate comes first
             return self._divide(Core(self, torch.mul, _GATED_CONTENT, factors), out)[0]
         (mapped, cores, has_other_sources), *others = from_kernels
         gates = [x for x in live if x is not mapped]
+        # None if the product has several kernels, several gates, or no known gate
         at_rest = self._value_at_rest(gates[0]) if len(gates) == 1 and not others else None
         is_only_kernel = len(cores) == 1 and not has_other_sources
         if at_rest is None or not is_only_kernel or mapped.shape != out.shape:
@@ -274,7 +275,10 @@ class Reading:
     def divide_corrected(
         self, out: Tensor, mapped: Tensor, own: Tensor, gate: Tensor, at_rest: Tensor
     ) -> Tensor:
-        """Divide ``out``, (mapped + own v) gate; v are values of the kernel behind ``mapped``."""
+        """Divide ``out``, (mapped + own v) gate; v are values of the kernel behind ``mapped``.
+
+        ``at_rest`` is the gate's value for an input of 0.
+        """
         cores, has_other_sources = self._kernels_behind(mapped)
         if len(cores) != 1 or has_other_sources:
             self.given_up = True
@@ -313,6 +317,7 @@ class Reading:
         Args:
             call: the call, which has ended. The records of its graph are dropped.
         """
+        # the graph is searched from the output to the arguments, past the insides of kernels
         out, entering, contents = call.output_tensor, call.hidden_states, self._contents
         self._contents, self._cores = {}, {}
         has_mixed = self._has_mixed if self.gates is None else self.gates == 2  # before and behind
@@ -327,7 +332,7 @@ class Reading:
             if node is None or node in visited:
                 continue
             visited.add(node)
-            if node in contents:
+            if node in contents:  # a kernel's result
                 nodes += contents[node]
                 continue
             custom_function = getattr(node, "_forward_cls", None)
@@ -376,9 +381,8 @@ def _scans_by_loop(module: nn.Module, device: torch.device) -> bool:
     The scan runs on two tokens, once per kind of device. A kernel's result has a custom backward.
     """
     code = vars(sys.modules[type(module).__module__])
-    kernel = next(
-        code[name] for name in ("mamba_selective_scan", "selective_scan_fn") if name in code
-    )
+    names = "mamba_selective_scan", "selective_scan_fn"
+    kernel = next(code[name] for name in names if name in code)
     key = inspect.unwrap(kernel), device.type
     if key not in _known_loops:
         with unseen(), torch.enable_grad():
@@ -405,7 +409,7 @@ def mask_of(module: nn.Module, call: Call) -> Tensor | None:
     mask = None if index is None else call.argument("attention_mask", index)
     if not isinstance(mask, Tensor):
         return None
-    if mask.dim() == 2:
+    if mask.dim() == 2:  # of tokens
         original, mask = applied_mask(module, call)
         return padding_mask(mask, call.hidden_states, type(module), original)
     visible = mask if mask.dtype == torch.bool else mask == 0  # of pairs of tokens

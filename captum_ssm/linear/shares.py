@@ -82,8 +82,8 @@ FAMILY: Mapping[Rule, Mapping[Role, Share]] = {
 def nodes_of(rule: Rule, softmax: bool) -> tuple[float, ...]:
     """Return the points between references (0) and factors (1) at which derivatives are taken.
 
-    These are the two Gauss nodes, which are exact for products of up to four factors. If every
-    factor is its own reference, the only node is 1.
+    These are the two Gauss nodes, whose average is exact for derivatives of products of up to four
+    factors. If every factor is its own reference, the only node is 1.
 
     Args:
         rule: the rule.
@@ -109,8 +109,8 @@ class Labels:
     def __init__(self, several: bool) -> None:
         self.several = several  # whether several passes follow one label each
         self.label: Role | None = None
-        #: By role, the gradients that reached factors through content only. The paths with that
-        #: role as label continue from these gradients.
+        #: By role, then by key and factor, the gradients that reached factors through content only.
+        #: The paths with that role as label continue from these gradients.
         self.path_starts: dict[Role, dict[tuple[object, object], Tensor]] = {}
         #: Index of the block that runs again, and number of keys returned for this block so far.
         self._block: tuple[int, int] | None = None
@@ -184,7 +184,7 @@ class _SharingOperator:
     _cached: list[Back] = field(default_factory=list)
 
     def gradients_on_paths(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return gradients at values and factors, only along paths that this pass follows."""
+        """Return gradients at values and factors, along the paths of this pass's label only."""
         label, path_starts = self.labels.label, self.labels.path_starts
         at_values, at_factors = self.averaged_gradients(x, gradient)
         if label == "content":  # gradients at factors are starts for later passes
@@ -199,9 +199,10 @@ class _SharingOperator:
 
     def averaged_gradients(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return gradients at values and factors: averages over nodes, multiplied by the shares."""
+        # the call on all nodes at once also adds factors' gradients, summed, to ``gradients``
         shares, gradients, count = FAMILY[self.rule], Gradients(), len(self._nodes())
-        stack = (gradient / count).expand(count, *gradient.shape)
-        at_values = self._backward_at_nodes(x)(stack, gradients).sum(0)
+        at_nodes = (gradient / count).expand(count, *gradient.shape)
+        at_values = self._backward_at_nodes(x)(at_nodes, gradients).sum(0)
 
         def scaled(gradient: Tensor, role: Role) -> Tensor:
             return gradient if (share := shares[role].share) == 1 else share * gradient
@@ -218,7 +219,7 @@ class _SharingOperator:
         """Return the backward function at all nodes, cached if several passes need it."""
         if self._cached:
             return self._cached[0]
-        # computed on the device, as a copy from the host would wait for the device
+        # made on the device, as a copy from the host would wait for the device
         points = self._nodes()
         line = torch.linspace(points[0], points[-1], len(points), dtype=x.dtype, device=x.device)
         nodes = line.view(-1, *(1,) * x.dim())
@@ -251,7 +252,7 @@ class _SharingOperator:
                 value = torch.lerp(leaf.at_rest.to(factor), factor, node)
             else:
                 value = factor * node
-                if leaf.at_rest:
+                if leaf.at_rest:  # a number
                     value += leaf.at_rest * (1 - node)
             moved.setdefault(leaf, {})[name] = value
         return moved
@@ -275,6 +276,7 @@ class _Averaged(torch.autograd.Function):
             at_values, at_factors = sharing.gradients_on_paths(x, gradient)
         if sharing.labels.label is not None:  # references are accounted for all paths at once
             return None, at_values, *at_factors
+        # references contribute the part of the output that gradient times input does not explain
         batch = len(out)
         rest = sum_per_example(gradient * out, batch) - sum_per_example(at_values * x, batch)
         for (leaf, name), at_factor in zip(sharing.factors, at_factors, strict=True):

@@ -148,14 +148,14 @@ class Sites:
     met: dict[Site, SiteActivation] = field(default_factory=dict)
 
     def modules_around(self, model: nn.Module) -> set[nn.Module]:
-        """Return the model's modules that contain a site; a module's output is outside of it."""
+        """Return modules that contain a site inside; a module's own output is outside of it."""
         targets = {site.module for site in self.cut}
         # the input is inside: tensors that enter a block are read before the input is cut
         own = {site.module for site in self.cut if site.at != "output"}
         return own | {m for m in model.modules() if not targets.isdisjoint({*m.modules()} - {m})}
 
     def watch(self, stack: ExitStack) -> None:
-        """Register hooks on the modules of all sites until ``stack`` closes."""
+        """Register hooks at all sites except heads until ``stack`` closes."""
         for site in self.cut:
             module = site.module
             if site.at == "output":
@@ -166,7 +166,7 @@ class Sites:
                 stack.enter_context(hooked(register, record, with_kwargs=True))
 
     def record_heads(self, module: nn.Module, value: Tensor) -> Tensor:
-        """Record a mixer's heads (B, L, H, P) if they are a site; return the value to continue."""
+        """Record a mixer's heads (B, L, H, P) if they are a site; return the heads to use."""
         for site in self.cut:
             if site.at == "heads" and site.module is module:
                 value = self._record(site, value)
@@ -197,7 +197,7 @@ class Sites:
             sizes = tuple(x.shape[-1] for x in tensors)
             # a copy even of one tensor: the model may change the activation in place later
             joined = torch.cat(tensors, -1)
-            if not self.cut[site]:  # a copy goes on, for the same reason
+            if not self.cut[site]:  # the model uses copies, for the same reason
                 self.met[site] = SiteActivation(joined, sizes, None)
                 copies = [x.clone() for x in tensors]
             else:
@@ -206,7 +206,7 @@ class Sites:
                 pieces = zip(torch.split(leaf, list(sizes), -1), tensors, strict=True)
                 copies = [piece.to(x.dtype, copy=True) for piece, x in pieces]
             for x, replacement in zip(tensors, copies, strict=True):
-                if self.mode.is_bent(x):
+                if self.mode.is_bent(x):  # an activation's output stays one
                     self.mode.mark_bent(replacement)
         return _replace_live(value, iter(copies))
 

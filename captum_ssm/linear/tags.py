@@ -57,7 +57,7 @@ class Tags:
     @functools.cached_property
     def _prime(self) -> int:
         """The prime whose multiples are tags, as large as ids with tags in 32 bits allow."""
-        tags = 2 * self.ids.numel() + 1
+        tags = 2 * self.ids.numel() + 1  # of positions that are followed or recognized, and none
         prime = (2**31 - _ID_LIMIT) // tags
         prime = prime if prime >= _MIN_PRIME else 2**31 - 1  # tags that a cast to 32 bits destroys
         while pow(2, prime - 1, prime) != 1:  # Fermat's test
@@ -65,7 +65,7 @@ class Tags:
         return prime
 
     def follows(self, x: Tensor) -> bool:
-        """Return True if integers ``x`` are the explained ids, or may be computed from them."""
+        """Return True if ``x`` shares memory with the explained ids, or with results of them."""
         memory = _memory_of(x)
         return memory is not None and (memory == self._memory or memory in self._memories)
 
@@ -83,11 +83,12 @@ class Tags:
         with unseen():
             values, explained = _to_cpu(x), self._explained_ids
             tags = self._add_tags(x, values) - values
-            # a tag is the prime times 1 + the position; an integer that is no id has none
+            # a tag is the prime times 1 + the position; for an integer that is no id, it is 0
             positions = tags.div(self._prime, rounding_mode="floor") - 1
             is_tag = (tags % self._prime == 0) & (positions >= NONE) & (positions < 2 * count)
             is_same = explained.flatten()[positions.clamp_min(0) % count] == values
             positions = positions.where(is_tag & (is_same | (positions == NONE)), UNKNOWN)
+            # computed, as by adding 1 and subtracting it again
             is_equal = bool((positions == UNKNOWN).any()) and torch.equal(values, explained)
             return self._count_from(COMPUTED * count) if is_equal else positions
 
@@ -99,7 +100,8 @@ class Tags:
         (batch, length), is_id = self.ids.shape, positions > NONE
         if positions.dim() != 2 or len(positions) != batch or bool((positions == UNKNOWN).any()):
             return None
-        index = positions % self.ids.numel() - length * torch.arange(batch, device="cpu")[:, None]
+        first = length * torch.arange(batch, device="cpu")[:, None]
+        index = positions % self.ids.numel() - first
         if bool((is_id & ((index < 0) | (index >= length))).any()):
             return None
         return index.where(is_id, NONE)
@@ -124,6 +126,7 @@ class Tags:
             self._original = self.ids.detach().clone() if self._original is None else self._original
             before = {key: x if self.follows(x) else x.clone() for key, x in ids.items()}
         out = func(*args, **kwargs)
+        # a function without a result, such as __setitem__, writes to its first argument
         results = list(tensors_in(args[:1] if out is None else (out,)))
         if not results or any(_memory_of(x) is None for x in results):  # floats, or booleans
             return out
@@ -133,7 +136,7 @@ class Tags:
             args, kwargs = swapped(args, inputs), swapped(kwargs, inputs)
             copies = _call_tagged(func, args, kwargs, len(results))
             pairs = [*zip(results, copies, strict=True), *((ids[k], x) for k, x in tagged.items())]
-            # follow tensors that hold tags, or may: a copy without tags equals its tensor
+            # follow tensors with tags, or with unknown ones: a copy without tags equals its tensor
             for x, copy in pairs:
                 if not (self.follows(x) or (copy is not None and torch.equal(_to_cpu(x), copy))):
                     self._store(x, copy)
@@ -160,16 +163,16 @@ class Tags:
         if memory not in self._memories:
             return values
         owner, cells = self._memories[memory]
-        return (
-            _view_like(cells, x) if owner.element_size() == x.element_size() else values + 1
-        )  # no tag
+        if owner.element_size() != x.element_size():
+            return values + 1  # no valid tag
+        return _view_like(cells, x)
 
     def _store(self, x: Tensor, tagged: Tensor | None) -> None:
         """Store the tagged copy of the memory of ``x``; ``tagged`` is None if tags are unknown."""
         size = x.untyped_storage().nbytes() // x.element_size()
         cells = _to_cpu(x.detach().as_strided((size,), (1,), 0))
         if tagged is None or tagged.shape != x.shape:
-            cells += 1  # which is not a tag
+            cells += 1  # no valid tag
         else:
             _view_like(cells, x).copy_(tagged)
         self._memories[_memory_of(x)] = x, cells
