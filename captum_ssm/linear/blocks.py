@@ -272,8 +272,8 @@ class Blocks:
                 for x in call.entering
                 if call.steps > index or len(call.entering) > 1
             }
-            for x, name in zip(step.entering, step.again, strict=True):
-                if (id(x) if name is None else name) in unfollowed:
+            for x, key in zip(step.entering, step.again, strict=True):
+                if (id(x) if key is None else key) in unfollowed:
                     raise OptionError(
                         f"A tensor enters the block of {step.name!r}, which keeps its graph, and "
                         "other blocks, so recompute=True cannot separate the streams of blocks. "

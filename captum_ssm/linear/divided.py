@@ -223,7 +223,7 @@ class Core:
         return torch.lerp(mean.movedim(1, dim), factor, node)
 
     def gradients_on_paths(self, upstream: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """Return gradients at the factors in ``live``, along the paths of this pass's label only.
+        """Return gradients at factors in ``live`` along paths with this pass's label (None: all).
 
         The pass with label "content" stores where other labels' paths begin; see :class:`.Labels`.
         """

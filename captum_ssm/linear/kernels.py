@@ -112,7 +112,7 @@ def _call_with_roles(
     if not factors or any(map(reading.mode.is_live, kwargs.values())):  # a live one has no role
         return reading.give_up(original_call)
     if reading.carried is not None and any(kwargs.get(name) is True for name in _LAST):
-        run_with_state = functools.partial(kernel, **kwargs)
+        run_with_state = functools.partial(kernel, **kwargs)  # the state is for the next chunk
         out, state = reading.call_with_state(run_with_state, roles, factors, softmax)
         return (out if z is None else out * F.silu(z)), state
     further_results: list[Any] = []
@@ -258,8 +258,7 @@ def _compute_rwkv7_output(
     mixer: Any = reading.mixer
     with torch.no_grad(), unseen():
         out = kernel(*(x.detach() for x in (o, r, k, r_k, v, g)))  # a value without a graph
-        # the gate's value for an input of 0
-        at_rest = mixer.g_lora(r.new_zeros(1, 1, mixer.hidden_size))
+        at_rest = mixer.g_lora(r.new_zeros(1, 1, mixer.hidden_size))  # the gate's, for input 0
     return reading.divide_corrected(out, o, own, g, at_rest)
 
 
@@ -286,6 +285,7 @@ def _call_conv(
     gated = reading.gated_core(x)  # None if x is no product of gate and content
 
     def convolve(x: Tensor, bias: Tensor | None = bias if gated is None else None) -> Tensor:
+        """Call the kernel without activation, and in backward passes with None as bias."""
         return kernel(x, weight, bias, activation=None, **options)
 
     def convolve_saving_nothing(x: Tensor) -> Tensor:
@@ -409,7 +409,7 @@ def _call_selective_scan(
         bias: Tensor | None = delta_bias,
         softplus: bool = delta_softplus,
     ) -> Tensor:
-        """Scan without the gate ``z``; if only ``u`` gets a gradient, in half of the time."""
+        """Call the kernel without its gate, or a faster form if only ``u`` gets a gradient."""
         if on_cpu and not reading.mode.divides:
             return _scan_by_operator(u, delta, A, B, C, D, bias, softplus)
         bias_options = {"delta_bias": bias, "delta_softplus": softplus}
@@ -489,7 +489,7 @@ def _scan_by_operator(
     bias: Tensor | None,
     softplus: bool,
 ) -> Tensor:
-    """Scan u (B, D, L) in half the kernel's time, with a gradient only for ``u``."""
+    """Compute a selective scan of u (B, D, L), with a gradient only for ``u``, in half the time."""
     dtype = torch.promote_types(u.dtype, torch.float32)
     dt, values = delta.to(dtype).mT, u.to(dtype).mT
     dt = dt if bias is None else dt + bias
@@ -591,8 +591,8 @@ def _compute_mamba(reading: Reading, kernel: Kernel, *args: Any, **kwargs: Any) 
 def _compute_mamba2(reading: Reading, kernel: Kernel, *args: Any, **kwargs: Any) -> Tensor:
     """Compute mamba_split_conv1d_scan_combined: a Mamba-2 mixer without its first projection.
 
-    z0, x0 (gated MLP), z, x b c (convolved), dt = zxbcdt; y = norm(scan(x) with gate z);
-    out_proj([silu(z0) x0, y]).
+    mlp_gate, mlp_value, z, x b c (convolved), dt = zxbcdt; y = norm(scan(x, dt, A, b, c), gate z);
+    out_proj([silu(mlp_gate) mlp_value, y]).
     """
     call, package = _arguments_of(kernel, *args, **kwargs), sys.modules["mamba_ssm.modules.mamba2"]
     heads, weight, zxbcdt = len(call.dt_bias), call.conv1d_weight, call.zxbcdt
@@ -601,7 +601,7 @@ def _compute_mamba2(reading: Reading, kernel: Kernel, *args: Any, **kwargs: Any)
     mlp_width = (zxbcdt.shape[-1] - 2 * width - 2 * key_width - heads) // 2  # of a parallel MLP
     widths = [mlp_width, mlp_width, width, width + 2 * key_width, heads]
     mlp_gate, mlp_value, z, xbc, dt = torch.split(zxbcdt, widths, -1)
-    # without their wrappers, by which the kernels would call their entries inside of this entry
+    # without wrappers, by which kernels would call their entries inside this entry
     conv, scan = map(_original, (package.causal_conv1d_fn, package.mamba_chunk_scan_combined))
     xbc = _call_conv(reading, conv, xbc.transpose(1, 2), weight, call.conv1d_bias, call.activation)
     x, b, c = torch.split(xbc.transpose(1, 2), [width, key_width, key_width], -1)
@@ -641,7 +641,7 @@ def call_attention(
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Repeat keys that queries of a group share, but save for autograd the unrepeated ones."""
-        # by address and shape of the repeated tensor
+        # unrepeated keys and values, by address and shape of the repeated tensor
         heads, unrepeated = query.shape[-3], dict[tuple[int, torch.Size], Tensor]()
 
         def repeated_if_shared(x: Tensor) -> Tensor:

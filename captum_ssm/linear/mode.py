@@ -348,7 +348,7 @@ class Linearizing(TorchFunctionMode):
         ordinary = name if name == "copy_" else plain_name(name.removesuffix("_"))
         if ordinary not in RULES or not torch.is_grad_enabled():
             return args, kwargs
-        # an in-place function writes to its first argument, which it need not read
+        # an in-place function may write to its first argument without reading it
         written = int(name[-1] == "_" and ordinary != "__get__")
         # a factor of three dimensions or more is a batch of matrices, not a weight
         has_weight = name in _WITH_WEIGHT and len(args) > 1 and args[1].dim() < 3
@@ -359,7 +359,7 @@ class Linearizing(TorchFunctionMode):
     def _is_simple(self, kind: object, args: Args, kwargs: Kwargs | None) -> bool:
         """Return True if no rule is needed: a view without tensors as index, or a product.
 
-        It is ``linear`` without a bias, which is a constant that the ledger must record.
+        The product is ``linear`` without a bias: a bias is a constant that the ledger must record.
         """
         x: Any = args[0] if args else None
         if type(x) is not Tensor:
@@ -468,6 +468,7 @@ class Linearizing(TorchFunctionMode):
         """Compute a product that divides relevance equally among factors depending on the input.
 
         With rule ``"frozen"``, activations' outputs get none if other factors depend on the input.
+        ``constant`` is a bias that ``func`` adds to the product.
         """
         live = [x for x in tensors_in((args, kwargs)) if x.requires_grad]
         if self.reading is not None:
@@ -556,7 +557,7 @@ class Linearizing(TorchFunctionMode):
         positions = tags.positions_of(ids)
         if not bool((positions > NONE).any()):
             return self._embed_others(out, ids, table, computed=bool((positions == UNKNOWN).any()))
-        # FOLLOWED, RECOGNIZED or COMPUTED, a multiple of B * L in positions
+        # positions are larger by B * L times FOLLOWED, RECOGNIZED or COMPUTED, the kind
         given, kind = tags.per_example(positions), int(positions.max()) // tags.ids.numel()
         kind_before = self._kind if self._ids_found else kind
         if (kind_before, kind) == (FOLLOWED, RECOGNIZED):
@@ -574,10 +575,11 @@ class Linearizing(TorchFunctionMode):
         """Return embeddings of other ids; ``computed`` ids may come from the explained ones."""
         assert self._ids is not None
         if self._ids_found:
+            # a second sequence of tokens in the explained table, such as DNA complements
             if table.data_ptr() in self._look_ups and (computed or ids.shape == self._ids.shape):
                 raise _other_tokens_error()
             return out
-        if computed:
+        if computed:  # refused if the explained ids follow in the same table
             self._computed_tables[table.data_ptr()] = table
         is_first = self.root is None and ids.dim() == 2 and len(ids) == len(self._ids)
         return self.begin(out) if is_first else out
@@ -586,7 +588,7 @@ class Linearizing(TorchFunctionMode):
         """Begin the network at a table's first look-up of explained ids; return the embeddings."""
         if table.data_ptr() in self._computed_tables:
             raise _other_tokens_error()
-        if self._ids_found:
+        if self._ids_found:  # in another table
             leaf = self.leaf(out.detach().clone())
             self.again.append(LookUp(leaf, given, table.detach()))
             self._look_ups[table.data_ptr()] = self.again[-1]

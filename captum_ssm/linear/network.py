@@ -324,7 +324,6 @@ class Network(Watcher):
             self.mask = mask
         if self.keeps_steps and self.mode.is_live(out):
             entering = () if call.block is None else self._entering[call.block]
-            # None for a tensor that was no view
             first_ids = tuple(self._first_id.get(id(x)) for x in entering)
             self.steps.append(Step(mixer.name, entering, out, first_ids))
 

@@ -275,10 +275,7 @@ class Reading:
     def divide_corrected(
         self, out: Tensor, mapped: Tensor, own: Tensor, gate: Tensor, at_rest: Tensor
     ) -> Tensor:
-        """Divide ``out``, (mapped + own v) gate; v are values of the kernel behind ``mapped``.
-
-        ``at_rest`` is the gate's value for an input of 0.
-        """
+        """Divide ``out``, (mapped + own v) gate; v are values of the kernel behind ``mapped``."""
         cores, has_other_sources = self._kernels_behind(mapped)
         if len(cores) != 1 or has_other_sources:
             self.given_up = True

@@ -184,7 +184,7 @@ class _SharingOperator:
     _cached: list[Back] = field(default_factory=list)
 
     def gradients_on_paths(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return gradients at values and factors, along the paths of this pass's label only."""
+        """Return gradients at values and factors along paths with this pass's label (None: all)."""
         label, path_starts = self.labels.label, self.labels.path_starts
         at_values, at_factors = self.averaged_gradients(x, gradient)
         if label == "content":  # gradients at factors are starts for later passes
@@ -204,13 +204,11 @@ class _SharingOperator:
         at_nodes = (gradient / count).expand(count, *gradient.shape)
         at_values = self._backward_at_nodes(x)(at_nodes, gradients).sum(0)
 
-        def scaled(gradient: Tensor, role: Role) -> Tensor:
+        def scale(gradient: Tensor, role: Role) -> Tensor:
             return gradient if (share := shares[role].share) == 1 else share * gradient
 
-        at_factors = [
-            scaled(gradients[leaf][name], leaf.roles[name]) for leaf, name in self.factors
-        ]
-        return scaled(at_values, "content"), at_factors
+        at_factors = [scale(gradients[leaf][name], leaf.roles[name]) for leaf, name in self.factors]
+        return scale(at_values, "content"), at_factors
 
     def _nodes(self) -> tuple[float, ...]:
         return nodes_of(self.rule, any(is_softmax(leaf) for leaf, _ in self.factors))
