@@ -197,7 +197,8 @@ class Blocks:
         floating = {id(x): x for x in tensors_in(returned) if x.is_floating_point()}
         # outputs that are inputs keep their graph
         new_outputs = [x for key, x in floating.items() if key not in entered]
-        call.sizes, call.steps = [x.shape for x in new_outputs], len(self.network.steps)
+        call.output_shapes = [x.shape for x in new_outputs]
+        call.steps_before = len(self.network.steps)
         self._calls.append(call)
         with unseen():
             replaced = _Returned.apply(call, new_outputs, call.anchor)  # type: ignore[no-untyped-call]
@@ -270,7 +271,7 @@ class Blocks:
                 id(x)
                 for call in self._calls
                 for x in call.entering
-                if call.steps > index or len(call.entering) > 1
+                if call.steps_before > index or len(call.entering) > 1
             }
             for x, key in zip(step.entering, step.again, strict=True):
                 if (id(x) if key is None else key) in unfollowed:
@@ -333,7 +334,7 @@ class Blocks:
         behind = {id(copy): later[id(x)] for copy, x in originals if id(x) in later}
         for i, step, at_step in along_all_paths(new_steps, at_steps, behind):
             if self._report is not None:
-                self._report((call.steps, index, i), step, at_step)
+                self._report((call.steps_before, index, i), step, at_step)
         # forget this rerun: the next one appends its own steps and leaves
         network.begin_again()
         del network.steps[step_count:], mode.ledger.leaves[leaf_count:]
@@ -350,10 +351,10 @@ class _BlockCall:
         forward: the block's forward method.
         args, kwargs: the arguments of the call.
         entering: the arguments that are tensors depending on the input.
-        sizes: the shapes of the new floating tensors that the block returned.
+        output_shapes: the shapes of the new floating tensors that the block returned.
         anchor: a leaf that makes autograd call :meth:`_Returned.backward` for this call.
         is_first: whether the block has not run again yet.
-        steps: the number of steps outside of blocks before the call.
+        steps_before: the number of steps outside of blocks before the call.
     """
 
     def __init__(
@@ -367,10 +368,10 @@ class _BlockCall:
     ) -> None:
         self.name, self.block, self.forward = name, block, forward
         self.args, self.kwargs, self.entering = args, kwargs, entering
-        self.sizes: list[torch.Size] = []
+        self.output_shapes: list[torch.Size] = []
         with unseen():
             self.anchor = torch.zeros((), requires_grad=True)
-        self.is_first, self.steps = True, 0
+        self.is_first, self.steps_before = True, 0
         self._versions = [x._version for x in entering]
         self._arrived: list[Tensor | None] = []
 
@@ -381,7 +382,7 @@ class _BlockCall:
 
     def take_gradients(self) -> list[Tensor | None]:
         """Return the sums of gradients at the block's outputs, and reset the sums."""
-        arrived, self._arrived = self._arrived or [None] * len(self.sizes), []
+        arrived, self._arrived = self._arrived or [None] * len(self.output_shapes), []
         return arrived
 
     def check_unchanged(self, error: type[CaptumSSMError] = NotLinearError) -> None:
@@ -398,7 +399,7 @@ class _BlockCall:
         Its tensors must have the shapes of the first run, and none may come straight from an
         activation: code behind the block did not know that in the first run.
         """
-        if [x.shape for x in outputs] != self.sizes or any(map(mode.is_bent, outputs)):
+        if [x.shape for x in outputs] != self.output_shapes or any(map(mode.is_bent, outputs)):
             raise NotLinearError(
                 f"Module {self.name!r} returns other tensors when recompute=True runs it again, "
                 "or ends in an activation. Leave recompute out."

@@ -86,7 +86,7 @@ class Ledger:
             return out
 
     def included_in(self, out: Tensor, constant: Tensor) -> None:
-        """Record that ``constant`` is a summand of ``out``, which was changed in place.
+        """Record ``constant`` as a summand of ``out``, changed in place; subtract it if not kept.
 
         Args:
             out, constant: the arguments of :meth:`included`.

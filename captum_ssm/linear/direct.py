@@ -151,21 +151,21 @@ class DirectPaths(Watcher):
         self.outputs.append(self.mode.leaf(call.output_tensor))
         return self.outputs[-1].clone()  # hooks and the model may write to it
 
-    def cut_if_bent(self, part: nn.Module, stack: ExitStack) -> None:
+    def cut_if_bent(self, local_module: nn.Module, stack: ExitStack) -> None:
         """Hook a module so that its output begins a new graph if a function inside is not linear.
 
         Args:
-            part: the module, which acts within tokens.
+            local_module: the module, which acts within tokens.
             stack: the exit stack that removes the hooks when it closes.
         """
         # calls that have not ended: nonlinear functions and mixers before, and number of the call
         running_calls: list[tuple[int, int, int]] = []
-        calls = 0
+        call_number = 0
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            nonlocal calls
-            calls += 1
-            running_calls.append((self.mode.bends, len(self.outputs), calls))
+            nonlocal call_number
+            call_number += 1
+            running_calls.append((self.mode.bends, len(self.outputs), call_number))
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             """Return a new leaf for the output if a function since :func:`before` is not linear."""
@@ -175,14 +175,14 @@ class DirectPaths(Watcher):
 
             def cut_output(x: Tensor) -> Tensor:
                 leaf = self.mode.leaf(x)
-                key = Part(part, call, enters=False, ran=mixers)
-                self.locals.append(Local(leaf, mixers, key))
+                part = Part(local_module, call, enters=False, ran=mixers)
+                self.locals.append(Local(leaf, mixers, part))
                 return leaf.clone()
 
             return swap_first(output, cut_output)[0]
 
-        stack.enter_context(hooked(part.register_forward_pre_hook, before))
-        stack.enter_context(hooked(part.register_forward_hook, after, always_call=True))
+        stack.enter_context(hooked(local_module.register_forward_pre_hook, before))
+        stack.enter_context(hooked(local_module.register_forward_hook, after, always_call=True))
 
 
 @contextmanager
@@ -230,8 +230,8 @@ def direct_paths(
         # one that only mixers and parts within tokens read: these are cut.
         mode.defers = True
         paths = DirectPaths(mode)
-        for part in _modules_within_tokens(model, find_mixers(model, layers)):
-            paths.cut_if_bent(part, stack)
+        for module in _modules_within_tokens(model, find_mixers(model, layers)):
+            paths.cut_if_bent(module, stack)
         yield paths
 
 

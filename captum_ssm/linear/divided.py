@@ -144,6 +144,7 @@ class Core:
         for name in names:
             values[name] = self._value_between(name, values[name], node).detach().requires_grad_()
         for name, states in self.at_nodes.items():
+            # the state: for the kernel by its name, for its gradient by the node's name
             values[name] = values[f"{name}@{index}"] = states[index].detach().requires_grad_()
             names.append(f"{name}@{index}")
         with torch.enable_grad(), unseen():

@@ -122,8 +122,7 @@ def _call_with_roles(
         out = kernel(**factors, **kwargs)
         if isinstance(out, tuple):
             out, *further_results[:] = out
-        result: Tensor = out
-        return result
+        return cast(Tensor, out)
 
     out = reading.call(run, roles, factors, softmax)
     further_results = [_zeros_for_state(x) for x in further_results]
@@ -167,8 +166,8 @@ def _call_delta(reading: Reading, kernel: Kernel, *args: Any, **kwargs: Any) -> 
 def _step_by_torch(kernel: Kernel) -> Kernel:
     """Return a torch form of the gated delta rule for one token (B, 1, H, P) after a state.
 
-    S' = exp(g) S + beta k (v - k exp(g) S), y = q S', with states S (B, H, N, P). The kernels for
-    one token have no gradients. The form keeps the signature of ``kernel``, by which
+    S' = exp(g) S + beta k (v - k exp(g) S), y = scale q S', with states S (B, H, N, P). The kernels
+    for one token have no gradients. The form keeps the signature of ``kernel``, by which
     :func:`_add_by_name` names arguments.
     """
 
@@ -793,8 +792,7 @@ def _decorator(entry: Entry) -> Callable[[Kernel], Kernel]:
 
 def _original(kernel: Kernel) -> Kernel:
     """Return the original kernel inside a wrapper made by :func:`_decorator`."""
-    original: Kernel = getattr(kernel, "_kernel", kernel)
-    return original
+    return cast(Kernel, getattr(kernel, "_kernel", kernel))
 
 
 def _is_set(value: Any) -> bool:

@@ -152,7 +152,7 @@ class Linearizing(TorchFunctionMode):
         self._ids = ids
         self._tags = None if ids is None else Tags(ids)
         self._ids_found = False  # whether the explained ids have been looked up
-        self._kind = FOLLOWED  # how their positions were found
+        self._look_up_kind = FOLLOWED  # how their positions were found
         self._look_ups: dict[int, LookUp] = {}  # by the table's address
         #: Tables, by address, in which ids were looked up that were computed from explained ids.
         self._computed_tables: dict[int, Tensor] = {}
@@ -551,7 +551,7 @@ class Linearizing(TorchFunctionMode):
             return out
         if not tags.follows(ids):
             # compare values only until the ids are found, since a comparison waits for the device
-            is_known = self._ids_found and self._kind == FOLLOWED
+            is_known = self._ids_found and self._look_up_kind == FOLLOWED
             if is_known or not tags.recognize(ids):
                 return self._embed_others(out, ids, table, computed=False)
         positions = tags.positions_of(ids)
@@ -559,7 +559,7 @@ class Linearizing(TorchFunctionMode):
             return self._embed_others(out, ids, table, computed=bool((positions == UNKNOWN).any()))
         # positions are larger by B * L times FOLLOWED, RECOGNIZED or COMPUTED, the kind
         given, kind = tags.per_example(positions), int(positions.max()) // tags.ids.numel()
-        kind_before = self._kind if self._ids_found else kind
+        kind_before = self._look_up_kind if self._ids_found else kind
         if (kind_before, kind) == (FOLLOWED, RECOGNIZED):
             return out  # such as positions, equal to the ids by chance
         earlier_by_chance = (kind_before, kind) == (RECOGNIZED, FOLLOWED) and not self.again
@@ -568,7 +568,7 @@ class Linearizing(TorchFunctionMode):
         if earlier_by_chance:
             self._ids_found = False
             self._look_ups.clear()
-        self._kind = kind
+        self._look_up_kind = kind
         return self._embed_explained(out, given, table)
 
     def _embed_others(self, out: Tensor, ids: Tensor, table: Tensor, computed: bool) -> Tensor:

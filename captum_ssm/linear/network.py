@@ -129,7 +129,7 @@ class Network(Watcher):
     _first_id: dict[int, int] = field(default_factory=dict)  # by a view's id, the viewed tensor's
     _passed_on: dict[Mixer, Mapping[int, Tensor]] = field(default_factory=dict)  # see left()
     _reads_root: dict[Any, bool] = field(default_factory=dict)  # by graph node
-    _is_read: dict[nn.Module, bool] = field(default_factory=dict)  # see _uses_own_code()
+    _runs_own_code: dict[nn.Module, bool] = field(default_factory=dict)  # see _uses_own_code()
     _readings: list[Reading] = field(default_factory=list)
 
     @property
@@ -225,11 +225,11 @@ class Network(Watcher):
         An operator is needed instead if heads are read or cut, for relevance by role with rule
         ``"half"``, and without constants, to keep the coefficients of the run with constants.
         """
-        if sequence is not None and module not in self._is_read:
+        if sequence is not None and module not in self._runs_own_code:
             sites = [site.at for site in self.sites.cut if site.module is module]
             halves_by_role = self.mode.divides and not self.mode.follows_tangents
             needs_operator = "heads" in sites or halves_by_role or not self.mode.ledger.kept
-            self._is_read[module] = not needs_operator and is_read(
+            self._runs_own_code[module] = not needs_operator and is_read(
                 module, sequence, self.mode.divides, self.continues
             )
             if halves_by_role and self.continues:
@@ -237,7 +237,7 @@ class Network(Watcher):
                     "The call continues from a cache, for which rule='half' cannot compute "
                     "relevance by role. Pass roles=False, or the whole sequence without a cache."
                 )
-        return self._is_read.get(module, False)
+        return self._runs_own_code.get(module, False)
 
     def continued(self, name: str, cache: Any) -> Any:
         """Return a copy of a run's cache, with leaves as tensors; refuse caches of some kinds."""
@@ -288,7 +288,7 @@ class Network(Watcher):
             self._record_mask(mixer, call)
             return None
         self.mode.known(call.hidden_states)  # refuse memory that a kernel may have written
-        if self._is_read.get(mixer.module, False):
+        if self._runs_own_code.get(mixer.module, False):
             with unseen():
                 if self._is_explained(self._readings.pop(), mixer, call):
                     return None
