@@ -401,7 +401,7 @@ class Network(Watcher):
             rebuild = functools.partial(linearize, running=True)
             from_operator = out if self.mode.ledger.kept else rebuild(mixer, call).output()
             errors = output_errors(from_operator, output)
-            error = errors.strict if self.verify is True else errors.numbers
+            error = errors.strict if self.verify is True else errors.numbers  # with sums or not
             if accepted(error, limit):
                 return
             assert not isinstance(error, tuple)  # on a GPU it is accepted for now, and read later
