@@ -88,7 +88,7 @@ class Tags:
             is_tag = (tags % self._prime == 0) & (positions >= NONE) & (positions < 2 * count)
             is_same = explained.flatten()[positions.clamp_min(0) % count] == values
             positions = positions.where(is_tag & (is_same | (positions == NONE)), UNKNOWN)
-            # computed, as by adding 1 and subtracting it again
+            # computed in a way that loses tags, such as a clamp
             is_equal = bool((positions == UNKNOWN).any()) and torch.equal(values, explained)
             return self._count_from(COMPUTED * count) if is_equal else positions
 
