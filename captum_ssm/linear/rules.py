@@ -343,8 +343,8 @@ def with_summand(product: Callable[..., Tensor], left: str, right: str) -> Funct
     def rule(mode: Linearizing, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Compute the product and the sum by their own rules."""
         (summand, *factors), kwargs = to_positional(args, kwargs, "input", left, right)
-        # addcmul's name of alpha is value
-        alpha, beta = kwargs.get("alpha", kwargs.get("value", 1)), kwargs.get("beta", 1)
+        value: Any = kwargs.get("value", 1)  # addcmul's name of alpha
+        alpha, beta = kwargs.get("alpha", value), kwargs.get("beta", 1)
         terms = beta * summand, alpha * mode.product(product, tuple(factors), {})
         return summing(mode, torch.add, terms, {})
 
