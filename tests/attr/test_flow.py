@@ -13,7 +13,7 @@ from oracles import frozen_network as frozen
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from zoo import attention, mamba2
-from zoo.mamba import randomise
+from zoo.mamba import randomise, transformers_model
 from zoo.small import mamba_lm, token_ids
 
 from captum_ssm import LatimFlow, MambaLRP
@@ -199,3 +199,28 @@ def test_experts_of_transformers(implementation):
     wanted = LatimFlow(model).attribute(ids, TARGET)
     model.set_experts_implementation(implementation)
     assert close(LatimFlow(model).attribute(ids, TARGET), wanted)
+
+
+class Conditioned(nn.Module):
+    """A network whose block is given a vector for all tokens beside the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        model = transformers_model()
+        self.embed, self.head, self.block = model.backbone.embeddings, model.lm_head, nn.Module()
+        self.block.mixer = model.backbone.layers[0].mixer
+        self.block.forward = lambda x, vector: x + self.block.mixer(x) + vector[:, None]
+        self.blocks = nn.ModuleList([self.block])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        logits: Tensor = self.head(self.blocks[0](x, x.mean(1)))
+        return logits
+
+
+def test_a_vector_beside_the_stream_is_no_part_of_its_relevance():
+    model, ids = Conditioned().eval(), torch.randint(19, (2, 6))
+    both = LatimFlow(model).decompose(ids, target=(-1, 3))
+    alone = LatimFlow(model).decompose(ids[:1], target=(-1, 3))
+    assert both.streams[0].shape == (2, 6)
+    assert oracles.relative_error(alone.streams[0], both.streams[0][:1]) < 1e-5

@@ -240,10 +240,11 @@ def _stream_and_mixer(
         """Return gradient times ``x``, for tokens in the order of the mixer's output."""
         product = torch.zeros_like(x) if gradient is None else gradient * x.detach()
         by_feature = _as_sequence(product, step.output)
-        # (B, L, ...) -> (B, L); of a tensor (B, F) without tokens, the sum is (B,)
+        # (B, L, ...) -> (B, L); of a vector (B, F) for all tokens, the sum is (B,)
         return by_feature if features else by_feature.flatten(min(2, by_feature.dim() - 1)).sum(-1)
 
     *entering, mixer = map(relevance, (*step.entering, step.output), gradients)
+    entering = [x for x in entering if x.dim() == mixer.dim()]  # a vector (B, F) is no stream
     return sum_tensors(entering) if entering else None, mixer
 
 
