@@ -105,7 +105,7 @@ def head_mask(linear: LinearMixer, heads: Sequence[int] | None, layer: str) -> T
     if outside is not None:
         raise OptionError(
             f"heads contains {outside}, but layer {layer!r} has {count} heads (for Mamba-1: "
-            f"channels). Pass numbers from 0 to {count - 1}."
+            f"channels). Pass numbers from {-count} to {count - 1}."
         )
     mask = linear.values.new_zeros(count, 1)
     mask[[head % count for head in heads]] = 1

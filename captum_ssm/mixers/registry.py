@@ -239,7 +239,7 @@ def proposal(module: nn.Module) -> str:
 
 
 def how_to() -> str:
-    """Return the page on writing adapters: its address, or its path in an uninstalled checkout."""
+    """Return the address of the page on writing adapters; its path if no address is known."""
     page = "docs/howto/adding_an_architecture.md"
     try:
         address = metadata("captum_ssm")["Home-page"]

@@ -161,7 +161,9 @@ class Windows:
         return self._as_sequence(x).index_select(-3, self._position_of)
 
     def mask(self, mask: Tensor | None, batch: int) -> Tensor | None:
-        """Return the mask (B W, T), True for windows' positions with a real token; None if all are.
+        """Return the mask (B W, T), True for windows' positions with a real token.
+
+        Return None without ``mask`` and without padded positions.
 
         Args:
             mask: True for real tokens (B, L), or None if all tokens are real.

@@ -230,7 +230,8 @@ def find_mixers(model: nn.Module, layers: Sequence[str | nn.Module] | None = Non
             raise NoMixerError(f"layers names {duplicate!r} twice. Name each mixer once.")
         return selected
     modules = {mixer.module for mixer in mixers}
-    mixers = [mixer for mixer in mixers if modules.isdisjoint(mixer.around)]  # else counted twice
+    # the operator of an outer mixer includes a mixer inside it
+    mixers = [mixer for mixer in mixers if modules.isdisjoint(mixer.around)]
     if not mixers:
         for name, module in strangers(model):  # name the first, if any
             raise refusal(name, module)

@@ -160,7 +160,11 @@ def _ordinary_tensors(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _replace(tensors: Tensors, name: str, tensor: Tensor, copies: dict[int, Tensor]) -> bool:
-    """Replace ``tensors[name]`` by a copy if it is an inference tensor; return True if replaced."""
+    """Replace an inference tensor by a copy, or count one more user of its copy.
+
+    Return True if :func:`_restore` has to be called. ``copies`` has the copies by their originals'
+    ids, for tensors that modules share.
+    """
     key = (id(tensors), name)
     if key in _replaced:  # by another run
         _replaced[key].users += 1

@@ -168,7 +168,7 @@ def observing(
 
 
 def sequences_in(value: Any) -> Iterator[Tensor]:
-    """Yield the floating tensors with 2 to 4 dimensions in nested tuples, lists and mappings."""
+    """Yield the nonempty floating tensors (B, E), (B, L, E) or (B, h, w, E) in nested values."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.dim() in (2, 3, 4) and value.numel():
             yield value

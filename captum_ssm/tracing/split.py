@@ -72,8 +72,8 @@ def gathered_weights(modules: Iterable[nn.Module]) -> Iterator[None]:
 def smallest_of_processes(number: int, modules: Iterable[nn.Module]) -> int:
     """Return the smallest ``number`` of all processes, or ``number`` if the model is not split.
 
-    If each process decided by its own free memory, the processes would differ in the calls by
-    which they exchange weights.
+    Every process must call this function. Decided by its own free memory, one process might ask for
+    weights that the others do not send, and would wait forever.
     """
     weights: Any = (x for m in filter(is_split, modules) for x in _split_weights(m))
     weight = next(weights, None)

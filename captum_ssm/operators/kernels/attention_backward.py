@@ -122,7 +122,7 @@ def _join_runs(
         query: queries (..., T, R, N).
         key: keys (..., T, W, N).
         diagonal: entries of the matrices' diagonal (..., T, R, W).
-        before_own: whether a query reads the state before its own token is added.
+        before_own: whether a query reads the state before its own token's decay and addition.
 
     Returns:
         M (..., T R, T W); reads, the queries times all decays from the run's start (..., T R, N);
