@@ -7,14 +7,14 @@ alone, and runs that keep all of the graph and one block's at a time.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from helpers import own_code
 from helpers.widened import InFloat64
 from hypothesis import settings
 from oracles import relative_error
@@ -23,8 +23,6 @@ from zoo import attention, delta, fla_cpu, fla_references, mamba, mamba2, mamba_
 
 from captum_ssm import LatimFlow
 from captum_ssm.errors import CaptumSSMError
-from captum_ssm.linear import reading
-from captum_ssm.linear.network import Network
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +56,9 @@ def draw(random: Random, known: dict[str, Any]) -> dict[str, Any]:
 
 def of_mamba_ssm(patch: pytest.MonkeyPatch, fused: bool, **options: Any) -> Any:
     package = mamba_ssm_cpu.install(patch, causal_conv1d=fused)
-    return mamba.randomise(package.make_lm(d_model=16, fused=fused, ssm_cfg=options))
+    return mamba.randomise(
+        package.make_lm(d_model=16, fused=fused, ssm_cfg={"layer": "Mamba2", **options})
+    )
 
 
 def of_fla(patch: pytest.MonkeyPatch, family: str, **options: Any) -> Any:
@@ -68,7 +68,7 @@ def of_fla(patch: pytest.MonkeyPatch, family: str, **options: Any) -> Any:
 
 #: Options of mamba_ssm's Mamba-2, whose configuration holds none of them.
 OF_MAMBA2 = {
-    "layer": "Mamba2", "d_conv": 4, "ngroups": 1, "rmsnorm": True, "norm_before_gate": False,
+    "d_conv": 4, "ngroups": 1, "rmsnorm": True, "norm_before_gate": False,
     "D_has_hdim": False, "bias": False, "conv_bias": True, "dt_limit": None, "chunk_size": 8,
 }  # fmt: skip
 OF_FLA = {**fla_cpu.MODELS, **fla_references.MODELS}
@@ -93,13 +93,6 @@ def options_of(family: str, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {**config.to_dict(), "clamp_min": None} if " of fla" in family else config.to_dict()
 
 
-@contextmanager
-def by_adapters() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Network, "_uses_own_code", lambda *_: False)
-        yield
-
-
 def check(model: Any) -> int:
     """Compare results that must agree; the number of rules that the package explains."""
     ids, explained = torch.randint(13, (2, 9)), 0
@@ -111,7 +104,7 @@ def check(model: Any) -> int:
     for rule in RULES:
         try:
             found = relevance(ids, rule)
-            with by_adapters():
+            with own_code.by_adapters():
                 assert relative_error(found, relevance(ids, rule)) < 1e-7, f"{rule}: adapters"
         except CaptumSSMError:
             continue
@@ -125,7 +118,7 @@ def check(model: Any) -> int:
 def test_options_of_real_models(part: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     many = settings.get_current_profile_name() == "long"  # by --hypothesis-profile=long
     random, count = Random(f"{seed} {part}"), 100 if many else 3
-    monkeypatch.setattr(reading, "_SLOW_ON_CPU", ())
+    own_code.even_if_slow(monkeypatch)
     built = explained = tries = 0
     while built < count:
         tries += 1

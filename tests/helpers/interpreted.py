@@ -11,9 +11,8 @@ from oracles import relative_error
 from torch import Tensor, nn
 
 from captum_ssm import LatimFlow, trace
-from captum_ssm.linear.network import Network
-from captum_ssm.linear.reading import Reading
 from captum_ssm.tracing import Layer
+from helpers import own_code
 
 #: Of operators in float32, for any draw; typical is 3e-7.
 FLOAT32 = 1e-5
@@ -63,17 +62,10 @@ def check_read(
     model: nn.Module, ids: Tensor, rule: str, patch: pytest.MonkeyPatch, bound: float = FLOAT32
 ) -> None:
     """LatimFlow reads the model's kernels, and returns what it does by operators."""
-    read: list[bool] = []
-    own = Reading.explains
-
-    def explains(reading: Reading, call: Any) -> bool:
-        read.append(own(reading, call))
-        return read[-1]
-
-    patch.setattr(Reading, "explains", explains)
+    read = own_code.recorded(patch)
     explain = LatimFlow(model, rule=rule)  # type: ignore[arg-type]
     found = explain.attribute(ids, (-1, 3))
     assert read and all(read), "an adapter was asked"
-    patch.setattr(Network, "_uses_own_code", lambda *_: False)
-    error = relative_error(found, explain.attribute(ids, (-1, 3)))
+    with own_code.by_adapters():
+        error = relative_error(found, explain.attribute(ids, (-1, 3)))
     assert error <= bound, error

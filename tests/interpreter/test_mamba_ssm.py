@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import interpreted
+from helpers import interpreted, own_code
 from helpers.every_method import METHODS, named
 from helpers.marks import slow_but
 from oracles import relative_error
@@ -20,7 +20,6 @@ from zoo.mamba import randomise
 from zoo.mamba_ssm_cpu import MambaSSM
 
 from captum_ssm import LatimALTI, LatimFlow, trace
-from captum_ssm.linear import reading
 
 #: The fused path takes channels of the convolution by eights only.
 MAMBA2: dict[str, dict[str, Any]] = {
@@ -92,5 +91,5 @@ def test_kernels_are_read_as_operators_are(
     """Mamba-2's kernels, forward and backward, at the nodes of every rule."""
     options = {"layer": "Mamba2", "use_mem_eff_path": fused, "ngroups": 2}
     model: nn.Module = randomise(mamba_ssm.make_lm(8, n_layer=1, ssm_cfg=options))
-    monkeypatch.setattr(reading, "_SLOW_ON_CPU", ())
+    own_code.even_if_slow(monkeypatch)
     interpreted.check_read(model, torch.randint(16, (1, 9)), rule, monkeypatch)

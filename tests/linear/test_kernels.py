@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import own_code
 from helpers.marks import slow_but
 from helpers.widened import InFloat64
 from oracles import relative_error
@@ -29,7 +30,7 @@ from zoo.mamba import randomise, transformers_model
 from zoo.recurrent import named
 
 from captum_ssm import LatimFlow
-from captum_ssm.linear import kernels, reading
+from captum_ssm.linear import kernels
 from captum_ssm.linear.blocks import Blocks
 from captum_ssm.linear.divided import Core
 from captum_ssm.linear.network import Network
@@ -100,16 +101,9 @@ class Explained:
     """
 
     def __init__(self, model: Any, patch: pytest.MonkeyPatch) -> None:
-        self._model, self._patch = model.double().eval().requires_grad_(False), patch
-        self.read: list[bool] = []
-        own = Reading.explains
-
-        def explains(reading: Reading, call: Any) -> bool:
-            self.read.append(own(reading, call))
-            return self.read[-1]
-
-        patch.setattr(Reading, "explains", explains)
-        patch.setattr(reading, "_SLOW_ON_CPU", ())
+        self._model = model.double().eval().requires_grad_(False)
+        self.read = own_code.recorded(patch)
+        own_code.even_if_slow(patch)
 
     def __call__(self, rule: str, mask: Tensor | None = None) -> Tensor:
         images = "pixel_values" in getattr(self._model, "main_input_name", "")
@@ -128,8 +122,7 @@ class Explained:
         return found
 
     def by_operators(self, rule: str, mask: Tensor | None = None) -> Tensor:
-        with self._patch.context() as patch:
-            patch.setattr(Network, "_uses_own_code", lambda *_: False)
+        with own_code.by_adapters():
             return self(rule, mask)
 
 
@@ -242,13 +235,12 @@ def test_a_product_that_is_no_gates_is_left_to_the_adapter(monkeypatch: pytest.M
 @pytest.mark.parametrize("name", ["mamba", "lfm2 with biases", "RWKV6", "RWKV7"])
 def test_roles_follow_paths_through_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = MODELS[name](monkeypatch).double()
-    monkeypatch.setattr(reading, "_SLOW_ON_CPU", ())
+    own_code.even_if_slow(monkeypatch)
     ids = torch.randint(13, (2, 9))
     asked = {"target": (-1, 3), "rule": "centered", "roles": True}
     with InFloat64():
         found = LatimFlow(model).decompose(ids, **asked)
-        with monkeypatch.context() as patch:
-            patch.setattr(Network, "_uses_own_code", lambda *_: False)
+        with own_code.by_adapters():
             wanted = LatimFlow(model).decompose(ids, **asked)
     assert found.roles is not None and wanted.roles is not None
     assert {"key", "query", "gate", "step", "content"} == set(found.roles)
