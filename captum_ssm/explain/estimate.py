@@ -152,7 +152,7 @@ class _Run:
 
 
 def _last_logits(model: nn.Module, embeddings: Tensor) -> Tensor:
-    """Return the logits of the last token only: those of all tokens would need more memory."""
+    """Return the logits of the last token only; all tokens' logits would need more memory."""
     logits: Tensor = model(inputs_embeds=embeddings, logits_to_keep=1).logits
     return logits
 

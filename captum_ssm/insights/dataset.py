@@ -159,7 +159,7 @@ class Pages:
         return example
 
     def _first_pass(self) -> Iterator[DatasetExample]:
-        """Yield all examples, and store those of an iterator for later passes."""
+        """Yield all examples; the examples of an iterator are stored for later passes."""
         is_iterator = isinstance(self._dataset, Iterator)
         for example in _numbered_examples(self._dataset):
             if is_iterator:

@@ -366,7 +366,7 @@ def is_read(module: nn.Module, sequence: Tensor, divides: bool, continues: bool 
         computes_as_is = sequence.dtype in (torch.float32, torch.float64) and not autocast_dtype(
             sequence.device
         )
-        if not computes_as_is:  # a fake tensor may stand for any device
+        if not computes_as_is:  # a fake tensor on the CPU may represent one on a GPU
             return isinstance(sequence, FakeTensor)
         return not (divides and READ[path] in _SLOW_ON_CPU)
     return READ[path] != "mamba" or not _scans_by_loop(module, sequence.device)

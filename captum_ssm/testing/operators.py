@@ -441,7 +441,9 @@ class _Check:
         self.true("offset() is None without one", o.offset() is None or plain.offset is not None)
         of_leaves = [x for leaf in o.leaves() for x in leaf.tensors().values()]
         addresses = {x.data_ptr() for x in o.tensors().values()}
-        self.true("tensors() are those of leaves()", addresses == {x.data_ptr() for x in of_leaves})
+        self.true(
+            "tensors() are the tensors of leaves()", addresses == {x.data_ptr() for x in of_leaves}
+        )
         self.true("tensors() are frozen", not any(x.requires_grad for x in of_leaves))
         parts = [{leaf.component for leaf in x.leaves()} for x in (o, o.select(range(heads)))]
         self.true("select keeps components", parts[0] == parts[1])

@@ -91,7 +91,7 @@ def places_of_parts(
     known_orders = [None, order, *(layer.order for layer in layers)]
     orders = [indices[0] if x is None else x.cpu() for x in known_orders]
     # a reading: for each token of the first layer its index in a part; the identity comes first.
-    # A part may have the tokens of any layer, of the output, their reverse, or those of the input
+    # A part may have the tokens of any layer, of the output or of the input, or their reverse
     candidates = [x.argsort().expand(batch, -1) for x in orders]
     candidates += [x.flip(0).argsort().expand(batch, -1) for x in orders]
     if given is not None:

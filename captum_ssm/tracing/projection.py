@@ -142,7 +142,7 @@ def scaled_output(linear: LinearMixer, factor: Tensor) -> LinearMixer:
 class _LinearCalls(TorchFunctionMode):
     """Records the calls of torch's ``linear``: input, weight, bias and result.
 
-    A call on ``argument``, that of the projection, computes nothing: the weight suffices.
+    A call on ``argument``, the projection's input, computes nothing: the weight suffices.
     """
 
     def __init__(self, argument: Tensor) -> None:

@@ -452,7 +452,7 @@ def semiseparable_strip(
 
 
 def _chunks_of_rows(decay: Tensor, u: Tensor, v: Tensor, start: int) -> list[Chunk]:
-    """Return the chunks of rows from ``start`` on, from factors (B, R, K) as those of one head."""
+    """Return the chunks of rows from ``start`` on, from factors (B, R, K) of a single head."""
     height, chunks = u.shape[1], []
     in_whole_chunks = height - height % _CHUNK  # the last chunk may be shorter
     for part in (range(in_whole_chunks), range(in_whole_chunks, height)):

@@ -145,7 +145,7 @@ def _graph_facts(graph: Graph, outline: Outline, count: int) -> Facts:
 def _strongest_links(
     graph: Graph, indices: Sequence[int], path: Sequence[int], count: int
 ) -> list[Link]:
-    """Return the strongest links and those of ``path``, without links that miss the target."""
+    """Return the strongest links and the links of ``path``, without links that miss the target."""
     pairs = [(s, t) for t in indices for s in indices if bool(graph.edges[t, s])]
     links = [(s, t, float(graph.edges[t, s])) for s, t in pairs]
     path_links = set(pairwise(path))
